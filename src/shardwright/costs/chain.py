@@ -251,14 +251,10 @@ def chain_prices(
 ) -> Prices:
     """Seconds and bytes of every candidate, on nodes of one kind or several."""
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
-    limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
+    limit = np.zeros(number)
 
     def measure(group: _Group) -> RankBytes:
         found, limit[group.chosen] = _bytes_of(chain, group, precision, width)
-        layers = group.of_ranks(np.ones(len(chain.layers)))
-        for index, kind in enumerate(kinds):
-            own = [count for count, there in zip(layers, group.kinds, strict=True) if kind in there]
-            blocks[index, group.chosen] = max(own, default=0.0)
         return found
 
     def price(group: _Group) -> StepSeconds:
@@ -274,7 +270,6 @@ def chain_prices(
         seconds=_by_group(chain, options, kinds, price, StepSeconds),
         num_bytes=_by_group(chain, options, kinds, measure, RankBytes),
         limit=limit,
-        blocks=blocks,
     )
 
 

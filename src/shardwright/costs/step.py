@@ -60,27 +60,11 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     block = block_seconds(shape, options, rates, reached)
     head = head_seconds(shape, options, rates, reached)
     slowest = _slowest_stage(shape, options, block.total, head)
-    return step_of_stages(shape, options, rates, reached, block=block, head=head, slowest=slowest)
-
-
-def step_of_stages(
-    shape: Shape,
-    options: Options,
-    rates: Rates,
-    reached: Efficiencies,
-    *,
-    block: BlockSeconds,
-    head: Numbers,
-    slowest: Numbers,
-    slowest_blocks: Numbers | None = None,
-) -> StepSeconds:
-    """Seconds of a step, of what its stages take for a microbatch."""
     p, m = options.pipeline, options.microbatches
     blocks = shape.layers / p
     mean = blocks * block.total + head / p
     hop = _hop_seconds(shape, options, rates, reached)
-    parameters = rank_parameters(shape, options)
-    summed = rank_parameters(shape, options, slowest_blocks)
+    parameters = _rank_parameters(shape, options)
     gather, scatter = shard_seconds(parameters, options, rates, reached, blocks * block.free + head / p)
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
@@ -93,30 +77,30 @@ def step_of_stages(
         point_to_point=m * hop,
         gather=gather,
         reduce_scatter=scatter,
-        all_reduce=all_reduce_seconds(summed, options, rates, reached),
-        update=update_seconds(updated_parameters(shape, options, slowest_blocks), options, rates, reached),
+        all_reduce=all_reduce_seconds(parameters, options, rates, reached),
+        update=update_seconds(_updated_parameters(shape, options), options, rates, reached),
         offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
     )
 
 
-def rank_parameters(shape: Shape, options: Options, blocks: Numbers | None = None) -> Numbers:
+def _rank_parameters(shape: Shape, options: Options) -> Numbers:
     """Parameters that a pipeline rank trains, over its tensor parallel ranks, with an embedding."""
-    blocks = shape.layers / options.pipeline if blocks is None else blocks
+    blocks = shape.layers / options.pipeline
     experts = np.maximum(1.0, shape.experts / options.expert)
     block = shape.attention_parameters + shape.held_parameters(experts)
     split = (blocks * block + shape.embedding_parameters) / options.tensor
     return split + blocks * shape.latent_parameters
 
 
-def updated_parameters(shape: Shape, options: Options, blocks: Numbers | None = None) -> Numbers:
+def _updated_parameters(shape: Shape, options: Options) -> Numbers:
     """Parameters whose updates the shard group of a pipeline rank divides."""
-    blocks = shape.layers / options.pipeline if blocks is None else blocks
+    blocks = shape.layers / options.pipeline
     experts = np.maximum(1.0, shape.experts / options.expert)
     routed = blocks * (1 - shape.dense) * experts * shape.mlp_parameters / options.tensor
     divided = np.asarray(options.sharded) >= Sharded.OPTIMIZER
     times = np.where(divided, options.shard / options.expert_shard, 1.0)
-    return rank_parameters(shape, options, blocks) + (times - 1) * routed
+    return _rank_parameters(shape, options) + (times - 1) * routed
 
 
 def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers) -> Numbers:

@@ -25,7 +25,7 @@ Machines = Annotated[
     str,
     typer.Argument(
         metavar="MACHINES",
-        help="Such as p4d.24xlarge*4, or p4d.24xlarge*4+p5.48xlarge*2; or the path of a cluster file.",
+        help="Such as p4d.24xlarge*4, or the path of a cluster file.",
     ),
 ]
 Output = Annotated[

@@ -33,21 +33,17 @@ _ROWS_OF_BLOCK = 2**14
 
 def prices_of(task: Task, ways: Options, *, faster: Mapping[str, float] = MappingProxyType({})) -> Prices:
     """Seconds and bytes of every way; `faster`: rates of the machines so many times as high."""
-    kinds = [replace(kind, rates=_raised(kind.rates, faster)) for kind in task.kinds]
-    between = _raised(task.rates, faster)
+    kind = replace(task.kind, rates=_raised(task.rates, faster))
     if isinstance(task.model, LayerChain):
-        return chain_prices(task.model, ways, kinds, between, precision=task.precision, width=task.width)
+        return chain_prices(task.model, ways, [kind], kind.rates, precision=task.precision, width=task.width)
     return Prices.together(
-        [
-            transformer_prices(task.shape, block, kinds, between, precision=task.precision)
-            for block in _blocks(ways)
-        ]
+        [transformer_prices(task.shape, block, kind, precision=task.precision) for block in _blocks(ways)]
     )
 
 
 def memory_of(task: Task, ways: Options) -> tuple[RankBytes, Any]:
     """Memory of the neediest rank of every way, which is that closest to its limit; and that limit."""
-    if len(task.kinds) > 1 or isinstance(task.model, LayerChain):
+    if isinstance(task.model, LayerChain):
         found = prices_of(task, ways)
         return found.num_bytes, found.limit
     blocks = [rank_bytes(task.shape, each, precision=task.precision) for each in _blocks(ways)]
@@ -62,7 +58,7 @@ def fits(task: Task, ways: Options) -> NDArray[np.bool_]:
     else:
         found = np.concatenate(
             [
-                np.atleast_1d(transformer_fit(task.shape, block, task.kinds, precision=task.precision))
+                np.atleast_1d(transformer_fit(task.shape, block, task.kind, precision=task.precision))
                 for block in _blocks(ways)
             ]
         )

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -101,6 +101,12 @@ class Task:
                 f"sequence is {self.sequence}, but a sample of {self.model.name} ({self.model.sample}) has "
                 "no tokens. Leave it out."
             )
+        first, *others = (kind.accelerator for kind, _ in self.machines.nodes)
+        if (other := next((each for each in others if each != first), None)) is not None:
+            raise ConfigError(
+                f"{self.machines.name} has {first.name} and {other.name}, and a search is over accelerators "
+                "of one kind. Search each kind alone; shardwright plan --cluster deals layers over several."
+            )
         for kind, _ in self.machines.nodes:
             rates = kind.accelerator.flops_per_s
             if self.dtype not in rates:
@@ -176,27 +182,13 @@ class Task:
         return min(usable_bytes(kind) for kind, _ in self.machines.nodes)
 
     @cached_property
-    def kinds(self) -> tuple[KindOfRank, ...]:
-        """The kinds of ranks: one where all accelerators are alike, the slowest of the nodes."""
-        nodes = self.machines.nodes
-        if all(kind.accelerator == nodes[0][0].accelerator for kind, _ in nodes):
-            reached = self.calibration.efficiencies
-            return (
-                KindOfRank(
-                    ranks=self.machines.num_ranks,
-                    rates=self.rates,
-                    reached=reached,
-                    memory_bytes=self.memory_bytes,
-                ),
-            )
-        return tuple(
-            KindOfRank(
-                ranks=kind.num_accelerators * number,
-                rates=Rates.of(replace(self.machines, nodes=((kind, number),)), self.dtype),
-                reached=calibration_of_nodes(kind, self.runtime).efficiencies,
-                memory_bytes=usable_bytes(kind),
-            )
-            for kind, number in nodes
+    def kind(self) -> KindOfRank:
+        """The ranks; where links differ, on the slowest of the nodes."""
+        return KindOfRank(
+            ranks=self.machines.num_ranks,
+            rates=self.rates,
+            reached=self.calibration.efficiencies,
+            memory_bytes=self.memory_bytes,
         )
 
     @property

@@ -51,7 +51,6 @@ class Way:
         interval_s: between these, eight of ten runs should be.
         seconds: parts that add up to the step.
         num_bytes: parts that add up to what the neediest rank takes.
-        layers: that a pipeline rank has at most, by kind of node; empty where all nodes are alike.
         tokens_per_s: of all ranks; of models whose samples have no tokens, samples.
         flops_per_s: of a rank, without what is recomputed.
         mfu: model FLOPs utilisation: their share of what the accelerators can do.
@@ -65,7 +64,6 @@ class Way:
     seconds: dict[str, float]
     num_bytes: dict[str, int]
     limit_bytes: int
-    layers: Mapping[str, int]
     provenance: str
     tokens_per_s: float
     flops_per_s: float
@@ -94,14 +92,10 @@ class Way:
         text = f"{', '.join(degrees)}; {_microbatches(o)}"
         if o.placement == Placement.DPT:
             text += "; replicas over nodes"
-        uneven = len(set(self.layers.values())) > 1
-        if uneven:
-            text += f"; layers a rank: {', '.join(f'{n} on {kind}' for kind, n in self.layers.items())}"
         if o.recompute != Recompute.NONE:
             text += f"; {Recompute(int(o.recompute)).name.lower()} recomputation"
         if o.recompute == Recompute.FULL and o.kept_layers:
-            # Where ranks have more or fewer, each keeps the same share of them.
-            text += f" of all but {int(o.kept_layers)} layers {'of a mean' if uneven else 'a'} rank"
+            text += f" of all but {int(o.kept_layers)} layers a rank"
         if o.hierarchical == Gathers.FLAT and o.sharded >= Sharded.GRADIENTS:
             text += "; gathers in one ring"
         if o.offload:
@@ -191,7 +185,6 @@ class Way:
             "peak_bytes": self.peak_bytes,
             "bytes": self.num_bytes,
             "limit_bytes": self.limit_bytes,
-            "layers": dict(self.layers),
             "tokens_per_s": self.tokens_per_s,
             "flops_per_s_of_rank": self.flops_per_s,
             "mfu": self.mfu,
@@ -214,10 +207,6 @@ def way_of(task: Task, options: Options) -> Way:
         kind.accelerator.flops_per_s[task.dtype] * kind.num_accelerators * number
         for kind, number in task.machines.nodes
     )
-    layers = {}
-    if len(task.kinds) > 1:
-        most = prices.blocks[:, 0]
-        layers = {kind.name: int(n) for (kind, _), n in zip(task.machines.nodes, most, strict=True)}
     return Way(
         options=options,
         step_s=total,
@@ -225,7 +214,6 @@ def way_of(task: Task, options: Options) -> Way:
         seconds={name: float(getattr(prices.seconds, name)) for name in PARTS},
         num_bytes={name: int(getattr(prices.num_bytes, name)) for name in _MEMORY},
         limit_bytes=int(np.max(prices.limit)),
-        layers=layers,
         provenance=task.calibration.provenance,
         tokens_per_s=task.tokens / total,
         flops_per_s=task.flops / total / ranks,
