@@ -30,7 +30,8 @@ def build_chain(graph: ModelGraph, profile: Profile, division: Division | None =
         raise PlanError(
             "the step function calls no module inside the model, so there is nothing to place on stages. "
             "Call the model in the step function, and the modules inside as layer(x): layer.forward(x) is "
-            "not seen. A model of one layer cannot be cut: start one rank for it."
+            "not seen. A model of one layer cannot be cut: make each rank a replica with "
+            'sw.init({"pipeline_parallel_degree": 1}), or start one rank.'
         )
     nodes = [graph.nodes[call] for call in calls]
     _check(nodes, profile)

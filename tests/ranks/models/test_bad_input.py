@@ -62,6 +62,19 @@ def test_more_microbatches_than_samples():
     assert "8" in text
 
 
+def one_layer():
+    return nn.Linear(4, 4)
+
+
+def test_a_model_of_one_layer():
+    """The advice was to start one rank, where replicas train it on all."""
+    with pytest.raises(
+        RanksFailedError, match=r"one layer cannot be cut.*\{\"pipeline_parallel_degree\": 1\}"
+    ):
+        run_ranks(train_once, 2, {}, one_layer)
+    assert run_ranks(train_once, 2, {"pipeline_parallel_degree": 1}, one_layer)
+
+
 def test_a_sparse_tensor_in_the_batch():
     """What came was "unsupported memory format option Contiguous"."""
 
@@ -80,7 +93,8 @@ def test_a_sparse_tensor_in_the_batch():
         train(model, torch.ones(8, 4), torch.eye(4).to_sparse())
 
     with pytest.raises(
-        RanksFailedError, match=r"of shape \(4, 4\) .* torch.sparse_coo.* build it there: adj = adj.coal"
+        RanksFailedError,
+        match=r"of shape \(4, 4\) .* torch.sparse_coo.*adj.to_dense\(\).* build it in the step",
     ):
         run_ranks(train_with_matrix, 2)
 

@@ -244,10 +244,11 @@ def _describe(item: Any) -> Leaf:
     if is_batch_tensor(item):
         if item.layout is not torch.strided or item.is_nested:
             raise UsageError(
-                f"a tensor of shape {tuple(item.shape)} in the batch has the layout {item.layout}, and only "
-                "dense ones are sent to the other ranks. Pass its parts to the step function, named in "
-                "non_split_inputs, and build it there: adj = adj.coalesce(); train_step(model, x, "
-                "adj.indices(), adj.values()), and in it torch.sparse_coo_tensor(indices, values, size)."
+                f"a tensor of shape {tuple(item.shape)} in the batch has the layout {item.layout}; only "
+                "dense ones are sent to the other ranks. Pass adj.to_dense(), or its parts, named "
+                "in non_split_inputs, and build it in the step function: adj = adj.coalesce(); train_step("
+                "model, x, adj.indices(), adj.values()), and in it torch.sparse_coo_tensor(indices, values, "
+                "size)."
             )
         order = order_of(item)
         shape = tuple(in_memory_order(item, order).shape)

@@ -152,8 +152,10 @@ class DistributedModel(SpreadModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; outside of step functions, a spread model only without gradients."""
         if active_handler() is None and context().mesh.spreads_model:
-            refuse_call(trains=torch.is_grad_enabled(), has_parts=self.partitioned)
-            return self._call_outside.run(self.run_step, args, kwargs)
+            refuse_call(trains=torch.is_grad_enabled(), has_values=not self.waits_for_memory)
+            if self.partitioned:
+                return self._call_outside.run(self.run_step, args, kwargs)
+            args, kwargs = self._call_outside.agreed(args, kwargs)
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
             self._steps.called_to_train |= torch.is_grad_enabled() and self.get_module().training
         if self._low_precision is not None:
@@ -355,8 +357,9 @@ class DistributedModel(SpreadModule):
                 raise
         raise AttributeError(
             f"DistributedModel has no attribute {name}, but the module inside has: model.module.{name}. What "
-            "needs all weights (generate, save_pretrained) finds only those of this rank there: "
-            "model.state_dict(), called on all ranks, gives them all."
+            "needs all weights (generate, save_pretrained) finds only those of this rank there. On all "
+            "ranks, `with torch.no_grad(), model.gathered(model):` around it gives them all, if a rank has "
+            "the memory, and model.state_dict() has them in a copy."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

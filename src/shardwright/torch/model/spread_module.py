@@ -165,6 +165,11 @@ class SpreadModule(nn.Module):
                 for student, teacher in pairs:
                     with model.gathered(student, teacher):
                         teacher.lerp_(student, 0.01)
+
+        Methods of a model that fits a rank::
+
+            with torch.no_grad(), model.gathered(model):
+                tokens = model.module.generate(prompt, max_new_tokens=20)
         """
         current = context()
         if self._residency is None or current.groups.pipeline is None:

@@ -18,12 +18,13 @@ import torch
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.comm.message_names import Purpose
 from shardwright.errors import PeerLostError, UsageError
-from shardwright.run.context import Context
+from shardwright.run.context import Context, context
 from shardwright.run.cores import OwnCores
 from shardwright.run.failure import STEP, first_cause_named, out_of_data
-from shardwright.run.joint_calls import call_together, ranks_with_the_model
+from shardwright.run.joint_calls import call_together, meet, ranks_with_the_model
 from shardwright.run.memory import give_back_freed_memory
-from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch import Arguments, Batch
+from shardwright.torch.batch.batch_broadcast import BatchBroadcast
 from shardwright.torch.batch.batch_result import BatchResult, Figures, StepEngine
 from shardwright.torch.batch.splitter import Splitter
 from shardwright.torch.execution.loss_weights import WeighedGradients
@@ -50,6 +51,19 @@ class CallOutside:
             return forward(*args, **kwargs)
 
         self._function = ReadingStep(call_of_the_model)
+        self._broadcast: BatchBroadcast | None = None
+
+    def agreed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments of the replica's first rank, for a model that every rank still has as a whole."""
+        current = context()
+        meet("a call of the model", ranks_with_the_model())
+        if current.links.replica is None:
+            return tuple(args), dict(kwargs)
+        if self._broadcast is None:
+            self._broadcast = BatchBroadcast(
+                current.links.replica, source=current.replica_ranks[0], device=current.device
+            )
+        return self._broadcast((tuple(args), dict(kwargs)))
 
     def run(
         self,
@@ -62,18 +76,17 @@ class CallOutside:
         return run_step(self._function, batch).results[0]
 
 
-def refuse_call(*, trains: bool, has_parts: bool) -> None:
+def refuse_call(*, trains: bool, has_values: bool) -> None:
     """Refuses calls outside of step functions that cannot be evaluations."""
     if trains:
         raise UsageError(
             f"{user_line()}: the model is spread over ranks, so what trains it is called inside a function "
             "decorated with @sw.step. For an evaluation, call the model under torch.no_grad(), on all ranks."
         )
-    if not has_parts:
+    if not has_values:
         raise UsageError(
-            f"{user_line()}: the model is to be spread over ranks, which its first step decides by a batch "
-            "that is cut into microbatches. Decorate the function that calls it here with @sw.step, or "
-            "call it after the first training step."
+            f"{user_line()}: the model is on the meta device, and gets its values in the first step, which "
+            "decides what each rank has. Call it after the first training step."
         )
 
 
