@@ -176,6 +176,7 @@ class Whereabouts:
         run: int = 0,
         confess: Callable[[BaseException], None] = lambda error: None,
         stalls: Callable[[Callable[[int], Note | None]], Stalls] | None = None,
+        limit_silence: Callable[[], None] = lambda: None,
     ):
         self._store = store
         self._own_store: Store | None = None
@@ -192,6 +193,7 @@ class Whereabouts:
         self._stalls = None if stalls is None else stalls(self._said_to_thread)
         self._process_id = os.getpid()
         self._confess = confess
+        self._limit_silence = limit_silence
         self._ended = ""
         self._failed = False
         self._counts_hold = True
@@ -285,7 +287,11 @@ class Whereabouts:
     # ---- the thread ----
 
     def watch(self) -> None:
-        """Begins to leave notes while this rank does not get on; ends with the process, or by `close`."""
+        """Begins to leave notes while this rank does not get on; ends with the process, or by `close`.
+
+        Its client of the store is made now: when it is needed, the store may be out of reach.
+        """
+        self._store_of_thread()
         self._thread = threading.Thread(target=self._watch, name="shardwright-whereabouts", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
@@ -322,6 +328,7 @@ class Whereabouts:
             if self._moves != seen:
                 seen, next_s = self._moves, now_s + _STUCK_S
             elif now_s >= next_s:
+                self._limit_silence()
                 note = self.note()
                 if not self._leave(note, self._store_of_thread()):
                     return

@@ -1,6 +1,7 @@
 """Reports a step's error, with the rank that failed first, or whose data ran out."""
 
 import os
+import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -11,6 +12,11 @@ from shardwright.run.context import Context
 
 STEP = "the step function"
 """The beginning of every step's `MeetingPlace.where`."""
+
+
+_NO_PORT = 1
+"""On which nobody listens: a host that can be reached refuses at once."""
+_ANSWER_S = 3.0
 
 
 def first_cause_named(context: Context) -> AbstractContextManager[None]:
@@ -33,6 +39,8 @@ def _first_cause_named(context: Context, blame: Blame) -> Iterator[None]:
             raise _by_notes(error, blame, context) from error
         knows_no_more = first.rank == error.rank and (first.is_silent or first.is_loss)
         if isinstance(error, PeerTimeoutError) and knows_no_more:
+            if cut_off := _cut_off(context, error.rank):
+                raise PeerTimeoutError(f"{cut_off}: {error}", rank=error.rank) from error
             raise
         raise type(error)(
             f"rank {first.rank} failed first ({first.text}); rank {context.rank} noticed it: {error}",
@@ -53,7 +61,28 @@ def _by_notes(error: RuntimeError, blame: Blame, context: Context) -> PeerLostEr
     """The error where nobody knows which rank was lost first: it names those that may be meant."""
     suspects = blame.suspects(context.mesh.world_size)
     rank = suspects[0].rank if len(suspects) == 1 else getattr(error, "rank", None)
-    return lost_peer(f"{_told(suspects)}; rank {context.rank} noticed it: {error}", rank=rank)
+    silent = next((note.rank for note in suspects if note.is_silent), None if suspects else 0)
+    cut_off = "" if silent is None else _cut_off(context, silent)
+    return lost_peer(f"{cut_off or _told(suspects)}; rank {context.rank} noticed it: {error}", rank=rank)
+
+
+def _cut_off(context: Context, rank: int) -> str:
+    """Says that the host of a rank cannot be reached; empty where it answers, or is this one."""
+    if not (hosts := context.watch.hosts):
+        return ""
+    here, there = hosts[context.rank], hosts[rank]
+    if here == there or not there.address:
+        return ""
+    try:
+        socket.create_connection((there.address, _NO_PORT), timeout=_ANSWER_S).close()
+    except ConnectionError:
+        return ""  # it has answered
+    except OSError as error:
+        return (
+            f"host {here.name} cannot reach host {there.name} ({there.address}), on which rank {rank} runs "
+            f"({error})"
+        )
+    return ""
 
 
 def _told(suspects: Sequence[Note]) -> str:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -35,7 +36,7 @@ from shardwright.observe.console import Console
 from shardwright.plan import Plan
 from shardwright.run.context import Context
 from shardwright.run.launch_settings import following
-from shardwright.run.rank_ties import RankWatch
+from shardwright.run.rank_ties import Host, RankWatch
 
 _ContextT = TypeVar("_ContextT", bound=Context)
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
@@ -121,6 +122,8 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     made.watch.blame.begin()  # before any rank can wait for this one, and finds a note of an earlier run
     refuse_mixed_versions(tell_all)
     _refuse_mixed_settings(made.mesh, made.config)
+    if made.local_size < made.mesh.world_size:
+        made.watch.hosts = tuple(Host(*host) for host in tell_all(_host(environment)))
     made.config = _with_limit_of_first(made.config)
     leave_groups_in_doubt()
     if made.device.type == "cpu" and made.config.shared_memory:
@@ -130,6 +133,16 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     made.links.world = SmallCollectives(
         range(made.mesh.world_size), rank=made.rank, local=made.links.local_peers
     )
+
+
+def _host(environment: LaunchEnvironment) -> tuple[str, str]:
+    """The name and the address of this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
+        try:
+            probe.connect((environment.master_addr, environment.master_port))
+            return socket.gethostname(), str(probe.getsockname()[0])
+        except OSError:  # by IPv6 alone, for example
+            return socket.gethostname(), ""
 
 
 def _meet_stages(made: Context) -> None:

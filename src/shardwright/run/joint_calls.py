@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
+from shardwright.comm.joining.store import limit_silence
 from shardwright.comm.message_names import names_a_lost_peer
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Stalls, Whereabouts
@@ -20,6 +21,7 @@ from shardwright.run.failure import first_cause_named, out_of_data
 _T = TypeVar("_T")
 
 _RUNS = itertools.count()
+_LONGEST_SILENCE_S = 30.0
 _PATIENCE = datetime.timedelta(seconds=20)
 
 
@@ -35,6 +37,7 @@ def prepare(made: Context) -> None:
         run=run,
         confess=partial(_confess, made),
         stalls=lambda said: Stalls(made.rank, made.config.missing_ranks_s, said, _tell_of_a_stall),
+        limit_silence=partial(limit_silence, store, min(made.config.timeout_s / 2, _LONGEST_SILENCE_S)),
     )
     made.watch.roll_call = RollCall(
         store,

@@ -1,6 +1,7 @@
 """Ties between this rank and the others of a run: process groups, ways for messages, the watch over them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -62,6 +63,13 @@ class Links:
     world: SmallCollectives | None = None
 
 
+class Host(NamedTuple):
+    """The host of a rank, and the address from which that rank reaches the one that serves the store."""
+
+    name: str
+    address: str
+
+
 @dataclass(slots=True)
 class RankWatch:
     """The watch over ranks that fail, or do not come; None for a single rank.
@@ -70,8 +78,10 @@ class RankWatch:
         blame: finds out which rank failed first.
         whereabouts: tells the others where this rank is in its script.
         roll_call: waits for ranks that are to make a call together.
+        hosts: of all ranks.
     """
 
     blame: Blame | None = None
     whereabouts: Whereabouts | None = None
     roll_call: RollCall | None = None
+    hosts: tuple[Host, ...] = ()

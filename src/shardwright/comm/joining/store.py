@@ -20,10 +20,13 @@ in vain keeps all others waiting, too.
 """
 
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -116,6 +119,39 @@ def _no_store(environment: LaunchEnvironment, *, serves: bool, timeout_s: float,
         f"{environment} did not reach the store of {whose} at {address} within {timeout_s:g} s: {first_line}."
         " Check that it runs, that MASTER_ADDR and MASTER_PORT are right, and that no firewall is between."
     )
+
+
+def limit_silence(store: Any, seconds: float) -> None:
+    """Has the system end this process's connections to a store whose host does not answer for so long.
+
+    A client of PyTorch's store waits for an answer without any limit, and nobody tells it that a link is
+    down. What it sends is small: nothing but a dead link, or host, keeps the other side from taking it.
+    """
+    while not isinstance(store, TCPStore):
+        store = getattr(store, "_inner", None) or getattr(store, "underlying_store", None)
+        if store is None:
+            return  # a file, or the memory of this process
+    folder = Path("/proc/self/fd")
+    for descriptor in os.listdir(folder) if folder.is_dir() else ():
+        # It may be closed meanwhile, no socket, or a listening one.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as found:
+            if found.family != socket.AF_UNIX and found.getpeername()[1] == store.port:
+                _limit_silence_of(found, seconds)
+
+
+def _limit_silence_of(connection: socket.socket, seconds: float) -> None:
+    probe_s = max(1, round(seconds / _PROBES))
+    for name, value in (
+        ("TCP_KEEPIDLE", probe_s),
+        ("TCP_KEEPINTVL", probe_s),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", round(1000 * seconds)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+_PROBES = 5
 
 
 class SealedStore(Store):
