@@ -12,7 +12,7 @@ import limits_export
 import limits_hand
 from check import Check
 from shardwright.testing import run_ranks_outcomes
-from shardwright.testing.outcome import Outcome
+from shardwright.testing.job import Outcome
 
 __all__ = ["Verdict", "limits_check", "limits_table", "try_limits"]
 

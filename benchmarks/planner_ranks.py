@@ -29,7 +29,7 @@ from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan
 from shardwright.planner import meshes
 from shardwright.run.context import context
-from shardwright.run.startup import shutdown
+from shardwright.run.joining import shutdown
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.startup import begin

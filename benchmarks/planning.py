@@ -25,11 +25,11 @@ import torch
 from check import Check, lines
 from machine import circumstances
 from models import gpt
+from shardwright.cli.commands.compare import diff_plans
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.plan.diff import diff_plans
 from shardwright.planner import (
     Candidates,
     best_of_meshes,

@@ -13,7 +13,7 @@ from shardwright.observe.metrics import read_json_lines
 from shardwright.observe.report.data import gather
 from shardwright.observe.report.measured import WORK
 from shardwright.tensorflow.fit import logs_of
-from shardwright.tensorflow.step_output import StepOutput
+from shardwright.tensorflow.outputs import StepOutput
 from shardwright.testing import run_ranks
 
 

@@ -115,7 +115,7 @@ def test_slots_that_replicas_share_are_in_no_file():
     """Bug: a checkpoint of the model alone was refused, too."""
     import tensorflow as tf
 
-    from shardwright.tensorflow.plain_checkpoints import _refuse_parts
+    from shardwright.tensorflow.startup import _refuse_parts
 
     own, optimizer = tf.Variable(1.0), tf.train.Checkpoint()
     run = SimpleNamespace(

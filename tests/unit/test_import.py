@@ -54,7 +54,7 @@ def test_importing_the_front_end_loads_the_runtime_with_the_first_name():
         "import sys, shardwright.torch as sw\n"
         "loaded = lambda: sum(name.startswith('shardwright.') for name in sys.modules)\n"
         "print(loaded() < 20, callable(sw.init), loaded() > 100)\n"
-        "print({'torch.distributed.tensor', 'sympy', 'shardwright.checkpoint.manifest'} & sys.modules.keys())"
+        "print({'torch.distributed.tensor', 'sympy', 'shardwright.checkpoint.disk'} & sys.modules.keys())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "True True True\nset()\n"

@@ -2,8 +2,8 @@
 
 from observe.plans import two_stage_plan
 
+from shardwright.cli.commands.compare import Change, diff_plans
 from shardwright.plan import Plan, StagePlan
-from shardwright.plan.diff import Change, diff_plans
 
 
 def changed(plan: Plan, **changes) -> Plan:

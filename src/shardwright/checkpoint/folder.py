@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from shardwright.checkpoint.disk import MANIFEST, Disk, FileEntry, Manifest
 from shardwright.checkpoint.safe_files import read_regular, reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError

@@ -20,16 +20,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.disk import MANIFEST, Disk, FileEntry, is_plain_name
 from shardwright.checkpoint.folder import CheckpointFolder, Commit
 from shardwright.checkpoint.hugging_face import CONFIG
-from shardwright.checkpoint.manifest import MANIFEST, FileEntry, is_plain_name
 from shardwright.checkpoint.safe_files import parse, read_regular
 from shardwright.checkpoint.tensor_file import TensorFile, TensorSource, streamed_content
 from shardwright.checkpoint.tensor_index import (
     INDEX,
     MODEL,
+    Box,
     Piece,
     TensorEntry,
     TensorIndex,

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from shardwright.comm.launchers import detect
-from shardwright.cpu_mode import _private, cuda_functions, mixed_precision, modules, processes, tensors
+from shardwright.cpu_mode import _private, cuda_functions, modules, processes, tensors
+from shardwright.cpu_mode import modules as mixed_precision
 from shardwright.errors import LaunchError, UsageError
 from shardwright.exit_codes import USAGE
 
@@ -126,7 +127,7 @@ def enable(*, says_so: bool = True) -> None:
     tensors.put_in_force()
     modules.put_in_force()
     cuda_functions.put_in_force(num_devices)
-    mixed_precision.put_in_force()
+    mixed_precision.put_mixed_precision_in_force()
     _private.let_optimizers_be_capturable()
     processes.put_profilers_in_force()
     modules.put_removed_in_force()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.cluster.named import host_memory_bytes
 from shardwright.cpu_mode import _private, streams
-from shardwright.cpu_mode.replacement import index_of, put, put_all
+from shardwright.cpu_mode.tensors import index_of, put, put_all
 from shardwright.errors import UsageError
 
 _STATUS = Path("/proc/self/status")

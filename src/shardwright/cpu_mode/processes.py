@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity
 
-from shardwright.cpu_mode.replacement import is_cuda, put_all
+from shardwright.cpu_mode.tensors import is_cuda, put_all
 
 
 def put_in_force() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from shardwright.cpu_mode import _private
-from shardwright.cpu_mode.replacement import index_of, is_cuda
+from shardwright.cpu_mode.tensors import index_of, is_cuda
 
 
 class _Current(threading.local):

@@ -8,8 +8,14 @@ from shardwright.files.documents import (
     parse_json,
     parse_yaml,
 )
-from shardwright.files.replacing import check_place, is_left_by_another, open_to_append, replace_file
-from shardwright.files.user_file import Record, UserFile
+from shardwright.files.user_file import (
+    Record,
+    UserFile,
+    check_place,
+    is_left_by_another,
+    open_to_append,
+    replace_file,
+)
 
 __all__ = [
     "DocumentError",

@@ -22,7 +22,7 @@ import shardwright.torch as sw
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import UsageError
 from shardwright.integrations.step_model import StepModel
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.script_run import script_run
 
 __all__ = ["Accelerator"]

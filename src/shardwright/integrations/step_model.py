@@ -28,7 +28,7 @@ import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.interception.glue import active_handler
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import flatten, map_tree
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
-from shardwright.launch.process_text import check_processes, check_variables, shown
+from shardwright.launch.processes import check_processes, check_variables, shown
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 
 _LAUNCHERS = ("smdistributed", "mpi", "torch_distributed", "pytorchddp", "shardwright")

@@ -17,7 +17,7 @@ from shardwright.launch.engines.engine import Engine
 from shardwright.launch.engines.local import Local
 from shardwright.launch.job_spec import JobSpec, import_folder, local_path, locate_script, read_channels
 from shardwright.launch.placement import ALIASES, LOCAL, place_processes, sort_out
-from shardwright.launch.process_text import check_count, check_variables, shown
+from shardwright.launch.processes import check_count, check_variables, shown
 from shardwright.launch.ranks.rank_environment import to_words, with_plain_values
 from shardwright.launch.ranks.request import framework_parameters
 from shardwright.launch.ranks.smp_parameters import check_world

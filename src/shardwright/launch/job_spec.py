@@ -10,7 +10,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlparse
 
 from shardwright.errors import ConfigError
-from shardwright.launch.process_text import check_process
+from shardwright.launch.processes import check_process
 from shardwright.launch.ranks.rank_environment import (
     CHANNEL_PREFIX,
     as_json,

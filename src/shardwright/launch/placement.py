@@ -18,7 +18,7 @@ from typing import Any, Literal
 from shardwright.cluster.named import node_kinds
 from shardwright.errors import ConfigError
 from shardwright.launch.distribution import Distribution
-from shardwright.launch.process_text import check_processes
+from shardwright.launch.processes import check_processes
 
 LOCAL = "local"
 """This machine, without its GPUs."""

@@ -3,15 +3,15 @@
 It imports no framework: a laptop plans a model of any size.
 """
 
-from shardwright.planner.batches import (
-    count_groups,
-    microbatch_counts,
-    statistics_are_split,
-)
 from shardwright.planner.chain import Chain
 from shardwright.planner.degrees import best_of_meshes, meshes
 from shardwright.planner.model_chain import build_chain
-from shardwright.planner.profiles import estimate_profile
+from shardwright.planner.profiles import (
+    count_groups,
+    estimate_profile,
+    microbatch_counts,
+    statistics_are_split,
+)
 from shardwright.planner.rank_memory import offloaded_bytes
 from shardwright.planner.replay import overruled_settings, schedule_of, stage_costs_of
 from shardwright.planner.search import Candidates, make_plan

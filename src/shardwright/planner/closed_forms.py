@@ -40,12 +40,11 @@ from shardwright.costs.calibration import ACTION_S, STEP_S
 from shardwright.costs.run_cluster import kinds_of
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.batches import microbatch_counts
 from shardwright.planner.division import Division
 from shardwright.planner.drafts import schedule_families
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.model_chain import chain_of
-from shardwright.planner.profiles import estimate_profile
+from shardwright.planner.profiles import estimate_profile, microbatch_counts
 from shardwright.profile import Profile
 
 _ROOM = 0.7

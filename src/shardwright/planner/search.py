@@ -25,7 +25,6 @@ from shardwright.errors import InfeasiblePlanError, PlanError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner.batches import count_groups, statistics_reasons
 from shardwright.planner.cuts import on_boundaries
 from shardwright.planner.division import Division
 from shardwright.planner.draft import Draft, Option, make_draft
@@ -34,6 +33,7 @@ from shardwright.planner.fabric import Fabric
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.objective import OffloadPolicy, RecomputePolicy
 from shardwright.planner.option_plan import plan_of
+from shardwright.planner.profiles import count_groups, statistics_reasons
 from shardwright.planner.reasons import (
     SIMPLICITY,
     describe_memory,

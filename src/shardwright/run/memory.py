@@ -1,21 +1,30 @@
-"""Memory of this process: what it uses, and the C heap's, which is kept from one microbatch for the next.
+"""Memory and cores of this process: what it uses, the C heap's, which is kept, and cores of its own.
 
 A microbatch's activations are freed as soon as its backward ends, and the next microbatch allocates as much
 again. By default glibc returns memory at the end of its heap to the system each time, and the system clears
 every page before it hands it out again: 12000 page faults in a step of a small GPT. GPUs have PyTorch's
 caching allocator for this.
+
+Ranks on CPUs wait for one another and so wake up often, and the kernel likes to place a waking thread next to
+the one that woke it. Two ranks then share a core for milliseconds while another core is idle::
+
+    core 0   rank 0 ▇▇▇▇ waits                   ▇▇▇▇▇▇▇▇
+    core 1   rank 1 ▇▇▇▇▇▇▇▇▇▇▇▇ sends ▚▚▚▚▚▚▚▚▚ ▇▇▇▇▇▇▇▇
+                                       rank 0 woke up here
 """
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from shardwright.comm._private import uses_gpus
+from shardwright.run.context import Context
 
 # From malloc.h. A threshold that is set no longer adapts itself, so both are needed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -118,3 +127,51 @@ def _function(name: str) -> Any:
         return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):
         return None
+
+
+class OwnCores:
+    """Cores that no other rank of this host computes on, if there are enough."""
+
+    def __init__(self, context: Context):
+        self._all = _allowed()
+        self._cores: set[int] = set()
+        if context.device.type == "cpu":
+            self._cores = share_of(
+                self._all,
+                local_rank=context.local_rank,
+                local_size=context.local_size,
+                num_threads=torch.get_num_threads(),
+            )
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """Keeps the calling thread on these cores; leaves it where it is if it was moved by somebody else.
+
+        What is started outside, such as the workers of a data loader, is free to run anywhere.
+        """
+        return self._kept() if self._cores and _allowed() == self._all else nullcontext()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        os.sched_setaffinity(0, self._cores)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self._all)
+
+
+def share_of(cores: set[int], *, local_rank: int, local_size: int, num_threads: int) -> set[int]:
+    """The share of one of several ranks; nothing where there are not enough cores for all, or one rank only.
+
+    >>> share_of({0, 1, 2, 3}, local_rank=1, local_size=2, num_threads=2)
+    {2, 3}
+    >>> share_of({0, 1}, local_rank=1, local_size=4, num_threads=1)
+    set()
+    """
+    each = len(cores) // local_size
+    if local_size == 1 or each < num_threads:
+        return set()
+    return set(sorted(cores)[local_rank * each : (local_rank + 1) * each])
+
+
+def _allowed() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

@@ -18,11 +18,9 @@ from shardwright.observe.console import Phase
 from shardwright.profile import Profile, UnitCost
 from shardwright.quantities import cores_of_host, format_seconds
 from shardwright.run.context import Context
-from shardwright.run.cores import OwnCores
-from shardwright.run.cost_cache import CostCache
-from shardwright.run.memory import give_back_freed_memory
-from shardwright.run.timing import Timing, unit_cost
-from shardwright.run.turns import Share, Turns
+from shardwright.run.machine import CostCache
+from shardwright.run.memory import OwnCores, give_back_freed_memory
+from shardwright.run.timing import Share, Timing, Turns, unit_cost
 
 log = logging.getLogger(__name__)
 

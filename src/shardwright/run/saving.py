@@ -22,10 +22,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.disk import Disk, FileEntry, Record
 from shardwright.checkpoint.float_types import not_finite
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.manifest import FileEntry, Record
 from shardwright.checkpoint.saved import LARGEST_TEXT, TensorPart, add_tensors
 from shardwright.checkpoint.tensor_index import INDEX, MODEL, TensorEntry, TensorIndex
 from shardwright.comm.codec import declare

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from shardwright.errors import TraceMismatchError
 from shardwright.plan import SchedulePlan
-from shardwright.runtime.crossings import Crossings
+from shardwright.runtime.homes import Crossings
 from shardwright.schedule import Edge, Schedule, StageCost, build_schedule, lower
 
 

@@ -8,12 +8,10 @@
 """
 
 from shardwright.schedule.actions import Action, Edge, Kind, StageCost, chain_edges, unit_costs
-from shardwright.schedule.build import build_schedule, splits_backward
-from shardwright.schedule.lower import lower
+from shardwright.schedule.build import build_schedule, lower, splits_backward, validate
 from shardwright.schedule.placement import KINDS, place_stages
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.simulate import Event, Simulation, simulate
-from shardwright.schedule.validate import validate
 
 __all__ = [
     "KINDS",

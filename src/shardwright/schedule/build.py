@@ -1,12 +1,260 @@
-"""Builds a family's schedule for any placement of stages on ranks."""
+"""Builds a family's schedule for any placement of stages on ranks, with its messages, and proves it complete.
 
-from collections.abc import Sequence
+A ``SEND`` is enqueued right after the action that makes its tensor. A ``RECV`` is posted, without waiting,
+some actions before the one that uses it, which then waits. All messages from one rank to another, of either
+kind, form one queue, its *channel*: receives are posted in the order of the sends, which NCCL needs::
 
-from shardwright.schedule.actions import StageCost
+    1f1b, 2 ranks, 3 microbatches, lookahead 2; each receive is posted before its send
+
+    rank 0 | 0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B2 0F2 0SEND_F2 0B1 0B2
+    rank 1 | 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2
+
+A receive is never posted later than its message is made: in the replay of the compute actions, it comes
+before any action that starts no earlier than the one that makes the message. So the rows can be run, one
+action at a time in the order of that replay, with every receive posted before its send; even sends that block
+until their receive is posted cannot deadlock (`validate` proves it for each schedule).
+
+The two directions between two ranks are separate channels. On NCCL each needs a communicator of its own: in a
+shared stream, an early receive would hold up the send behind it.
+
+It proves the following for a schedule with transfers (a schedule without gets those of `lower`):
+
+1. Each stage runs each microbatch once, on its own rank: ``F``, and where there is a backward, ``B``, or
+   ``I`` and ``W``.
+2. On each rank, ``F`` comes before ``B`` or ``I``, ``I`` before ``W``, and stages that feed one another stand
+   in order.
+3. Every message that the edges ask for is sent once, after the action that makes it, and received once,
+   before the action that uses it.
+   What is copied to the host's memory is so after its ``F``, and is back before its ``B`` or ``I``.
+4. On each channel, a directed pair of ranks, receives are posted in the order of the sends.
+
+That rows reach their end shows in `simulate`, which refuses a deadlock.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule.action_graph import ActionGraph, check_owner, compile_actions
+from shardwright.schedule.actions import TRANSFERS, Action, Edge, Kind, StageCost, check_edges, unit_costs
 from shardwright.schedule.families import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from shardwright.schedule.list_scheduler import forward_only as forward_only_rows
 from shardwright.schedule.placement import check_kind, check_request
+from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.schedule import Schedule
+
+
+def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead: int = 2) -> Schedule:
+    """Adds the transfers that the edges ask for.
+
+    Args:
+        schedule: compute actions, and copies to the host, which stay behind what they stand behind.
+        edges: which stages feed which; None where each feeds the next. Edges within a rank make no transfer.
+            Several messages of one action go in the order of their peer stages.
+        lookahead: a receive is posted at least this many compute actions before its use, where there are as
+            many.
+
+    Raises:
+        ScheduleError: the schedule has transfers already, an edge is impossible, or the compute actions
+            deadlock.
+
+    >>> from shardwright.schedule import build_schedule
+    >>> print(lower(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=1)))
+    rank 0 | 0RECV_B0 0F0 0SEND_F0 0B0
+    rank 1 | 1RECV_F0 1F0 1B0 1SEND_B0
+    """
+    if schedule.has_transfers:
+        raise ScheduleError(
+            f"schedule {schedule.kind!r} has sends and receives already. Lower the one without them."
+        )
+    if lookahead < 0:
+        raise ScheduleError(f"lookahead is {lookahead}. Give 0 (post right before the use) or more.")
+    edges = check_edges(edges, num_stages=schedule.num_stages)
+    graph = compile_actions(
+        schedule.actions,
+        stage_ranks=schedule.stage_ranks,
+        num_microbatches=schedule.num_microbatches,
+        edges=edges,
+    )
+    starts = replay(graph, action_seconds(graph, unit_costs(schedule.num_stages))).starts
+    receives = _place_receives(graph, starts, lookahead)
+    rows = []
+    for row in graph.rows:
+        actions: list[Action] = []
+        for number in row:
+            actions += receives[number]
+            actions.append(graph.actions[number])
+            sends = (message for message in graph.sends[number] if message[2] < graph.first_copy)
+            actions += [_send(graph, number, message[0]) for message in sends]
+            actions += graph.copies.get(number, ())
+        rows.append(tuple(actions))
+    return replace(schedule, actions=tuple(rows))
+
+
+def _place_receives(graph: ActionGraph, starts: Sequence[float], lookahead: int) -> list[list[Action]]:
+    """The receives to post before each action."""
+    queues: list[list[tuple[int, int]]] = [[] for _ in graph.channels]
+    for producer, messages in enumerate(graph.sends):
+        for consumer, channel, price in messages:
+            if price < graph.first_copy:
+                queues[channel].append((producer, consumer))
+    posts: list[list[tuple[float, int, int, Action]]] = [[] for _ in graph.actions]
+    for channel, queue in enumerate(queues):
+        row = graph.rows[graph.channels[channel][1]]
+        row_starts = starts[row.start : row.stop]
+        latest = row.stop
+        # Backwards through the queue, so that no receive is posted after one that must come later.
+        for place in range(len(queue) - 1, -1, -1):
+            producer, consumer = queue[place]
+            made = row.start + bisect_left(row_starts, starts[producer])
+            latest = min(latest, made, max(consumer - lookahead, row.start))
+            receive = _receive(graph, producer, consumer)
+            posts[latest].append((starts[producer], channel, place, receive))
+    return [[post[3] for post in sorted(before, key=lambda post: post[:3])] for before in posts]
+
+
+def _send(graph: ActionGraph, producer: int, consumer: int) -> Action:
+    made, used = graph.actions[producer], graph.actions[consumer]
+    kind = Kind.SEND_F if made.kind is Kind.FORWARD else Kind.SEND_B
+    return Action(kind, made.stage, made.microbatch, used.stage)
+
+
+def _receive(graph: ActionGraph, producer: int, consumer: int) -> Action:
+    made, used = graph.actions[producer], graph.actions[consumer]
+    kind = Kind.RECV_F if made.kind is Kind.FORWARD else Kind.RECV_B
+    return Action(kind, used.stage, used.microbatch, made.stage)
+
+
+MessageKey = tuple[Kind, int, int, int]
+"""Kind of its send, sending stage, receiving stage, microbatch."""
+
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+
+
+def validate(schedule: Schedule, edges: Sequence[Edge] | None = None) -> None:
+    """Checks a schedule, whoever made it.
+
+    Args:
+        schedule: with transfers or without; in the second case `lower` adds them for the check.
+        edges: which stages feed which; None where each feeds the next.
+
+    Raises:
+        ScheduleError: the first action that is missing, doubled, misplaced or never reached, and why.
+
+    >>> from shardwright.schedule import build_schedule
+    >>> validate(build_schedule("zb_v", stage_ranks=(0, 1, 1, 0), num_microbatches=4))
+    """
+    num_stages = schedule.num_stages
+    edges = check_edges(edges, num_stages=num_stages)
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            check_owner(action, rank, schedule.stage_ranks, schedule.num_microbatches)
+            if (action.peer is None) == (action.kind in TRANSFERS) or (
+                action.peer or 0
+            ) >= schedule.num_stages:
+                raise ScheduleError(
+                    f"rank {rank}: {action} names peer stage {action.peer}. "
+                    f"A transfer has one of {num_stages} stages, all else none."
+                )
+    compile_actions(
+        [[action for action in row if action.kind not in TRANSFERS] for row in schedule.actions],
+        stage_ranks=schedule.stage_ranks,
+        num_microbatches=schedule.num_microbatches,
+        edges=edges,
+    )
+    if not schedule.has_transfers:
+        schedule = lower(schedule, edges)
+    _check_transfers(schedule, list(_expected_messages(schedule, edges)))
+    _check_channels(schedule)
+
+
+def _expected_messages(schedule: Schedule, edges: Sequence[Edge]) -> Iterator[MessageKey]:
+    """The messages that the edges ask for: kind of the send, sending stage, receiving stage, microbatch."""
+    for edge in edges:
+        if schedule.stage_ranks[edge.source] == schedule.stage_ranks[edge.target]:
+            continue
+        for k in range(schedule.num_microbatches):
+            yield (Kind.SEND_F, edge.source, edge.target, k)
+            if edge.has_gradient and schedule.has_backward:
+                yield (Kind.SEND_B, edge.target, edge.source, k)
+
+
+def _message_key(action: Action) -> MessageKey:
+    """The message that a send or a receive belongs to."""
+    peer = -1 if action.peer is None else action.peer
+    if action.kind is Kind.RECV_F:
+        return (Kind.SEND_F, peer, action.stage, action.microbatch)
+    if action.kind is Kind.RECV_B:
+        return (Kind.SEND_B, peer, action.stage, action.microbatch)
+    return (action.kind, action.stage, peer, action.microbatch)
+
+
+def _check_transfers(schedule: Schedule, messages: Sequence[MessageKey]) -> None:
+    """Each message is sent once, after it is made, and received once, before it is used."""
+    places = {(a.kind, a.stage, a.microbatch): at for row in schedule.actions for at, a in enumerate(row)}
+    expected = set(messages)
+    found: dict[tuple[bool, MessageKey], tuple[int, Action]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for place, action in enumerate(row):
+            if action.kind not in TRANSFERS:
+                continue
+            key = _message_key(action)
+            if key not in expected:
+                raise ScheduleError(
+                    f"rank {rank}: {action} with stage {action.peer}: no edge between two ranks leads there. "
+                    "Remove it, or give the edges with which the schedule was lowered."
+                )
+            if (action.kind in _SENDS, key) in found:
+                raise ScheduleError(
+                    f"rank {rank}: {action} with stage {action.peer} is there twice. Remove one of the two."
+                )
+            found[action.kind in _SENDS, key] = (place, action)
+    for key in messages:
+        kind, sender, receiver, k = key
+        for is_send, stage in ((True, sender), (False, receiver)):
+            rank = schedule.stage_ranks[stage]
+            if (is_send, key) not in found:
+                received = Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B
+                missing = Action(kind, sender, k) if is_send else Action(received, receiver, k)
+                raise ScheduleError(
+                    f"{missing} with stage {receiver if is_send else sender} is missing. "
+                    f"Add it to the row of rank {rank}, or lower the compute actions anew."
+                )
+            place, action = found[is_send, key]
+            is_whole = (Kind.BACKWARD, stage, k) in places
+            backward = Kind.BACKWARD if is_whole else Kind.BACKWARD_INPUT
+            compute = Kind.FORWARD if kind is Kind.SEND_F else backward
+            if (place < places[compute, stage, k]) == is_send:
+                relation = "before it is made" if is_send else "after it is needed"
+                raise ScheduleError(
+                    f"rank {rank}: {action} with stage {action.peer} comes {relation} by "
+                    f"{Action(compute, stage, k)}. Put it {'later' if is_send else 'earlier'} in its row."
+                )
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """On every channel, receives are posted in the order of the sends."""
+    sends: dict[tuple[int, int], list[Action]] = {}
+    receives: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            if action.peer is None:
+                continue
+            peer = schedule.stage_ranks[action.peer]
+            if action.kind in _SENDS:
+                sends.setdefault((rank, peer), []).append(action)
+            else:
+                receives.setdefault((peer, rank), []).append(action)
+    for (sender, receiver), queue in sends.items():
+        for place, (send, receive) in enumerate(zip(queue, receives[sender, receiver], strict=True)):
+            if _message_key(send) != _message_key(receive):
+                raise ScheduleError(
+                    f"transfer {place} from rank {sender} to rank {receiver} is sent as {send} (to stage "
+                    f"{send.peer}) but received as {receive} (from stage {receive.peer}). "
+                    "Post the receives in the order of the sends."
+                )
+
 
 _FAMILIES = {
     "gpipe": gpipe,

@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
 
 from shardwright.comm.collectives.backend import register_backend
 from shardwright.run.context import is_initialized
+from shardwright.run.joining import shutdown
 from shardwright.run.ranks import (
     barrier,
     dp_rank,
@@ -24,13 +25,12 @@ from shardwright.run.ranks import (
     rank,
     size,
 )
-from shardwright.run.startup import shutdown
 from shardwright.tensorflow.checkpoints import CheckpointManager
 from shardwright.tensorflow.keras_run import delayed_initialization
 from shardwright.tensorflow.model import DistributedModel
+from shardwright.tensorflow.outputs import StepOutput
 from shardwright.tensorflow.startup import init
 from shardwright.tensorflow.step import step
-from shardwright.tensorflow.step_output import StepOutput
 from shardwright.tensorflow.units import partition
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from shardwright.comm.transport import Receipt, Transport
-from shardwright.runtime import messages
-from shardwright.runtime.crossings import Crossing
+from shardwright.runtime import action_loop
+from shardwright.runtime.homes import Crossing
 
 
 def to_torch(tensor: Any) -> Tensor:
@@ -31,13 +31,13 @@ def to_tensorflow(tensor: Tensor) -> Any:
 
 
 class TensorChannels:
-    """See `shardwright.runtime.messages.Channels`."""
+    """See `shardwright.runtime.action_loop.Channels`."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self._transport = transport
         self._device = device
 
-    def post_receive(self, crossing: Crossing, source: int) -> messages.Receipt:
+    def post_receive(self, crossing: Crossing, source: int) -> action_loop.Receipt:
         """Announces that the next tensor from a rank can be taken."""
         dtype = getattr(torch, crossing.spec.dtype)
         shape = crossing.spec.shape

@@ -12,27 +12,23 @@ import tensorflow as tf
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
 from shardwright.run.context import Context
-from shardwright.run.cores import OwnCores
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import call_together
-from shardwright.run.memory import keep_freed_memory
+from shardwright.run.memory import OwnCores, keep_freed_memory
 from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.runtime.step_function import microbatch_sizes
 from shardwright.schedule import Schedule
 from shardwright.tensorflow.batch import Arguments
-from shardwright.tensorflow.divisors import Divisors, with_shares
 from shardwright.tensorflow.exchange import Agreement, exchange_results, share_variables
-from shardwright.tensorflow.executor import Executor
-from shardwright.tensorflow.gradient_sums import GradientSums
-from shardwright.tensorflow.loss_reduction import Kind, LossReduction, loss_reduction
+from shardwright.tensorflow.executor import Executor, Results, positions_of
+from shardwright.tensorflow.loss_reduction import Divisors, Kind, LossReduction, loss_reduction, with_shares
 from shardwright.tensorflow.outputs import Changed, Outputs, Prepared
 from shardwright.tensorflow.planning import Planning
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.replicas import Replicas
-from shardwright.tensorflow.row_gradients import Rows, dense, rows_of
-from shardwright.tensorflow.stage import Results, positions_of
+from shardwright.tensorflow.row_gradients import GradientSums, Rows, dense, rows_of
 from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable

@@ -16,9 +16,9 @@ from shardwright.run.batch_broadcast import TensorBroadcast
 from shardwright.run.context import Context
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
+from shardwright.tensorflow.executor import Results
 from shardwright.tensorflow.outputs import Outputs
 from shardwright.tensorflow.program import Program
-from shardwright.tensorflow.stage import Results
 from shardwright.tensorflow.trace import spec_of
 
 

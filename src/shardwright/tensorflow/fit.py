@@ -23,10 +23,10 @@ from shardwright.tensorflow import _private
 from shardwright.tensorflow.batch_weights import BatchWeights, Weight, factor_of, told_as_sums
 from shardwright.tensorflow.engine import goes_on_after_update
 from shardwright.tensorflow.keras_run import KerasRun, keras_run
+from shardwright.tensorflow.outputs import mean_of
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.row_gradients import scaled
 from shardwright.tensorflow.step import step
-from shardwright.tensorflow.step_output import mean_of
 
 Logs = dict[str, Any]
 

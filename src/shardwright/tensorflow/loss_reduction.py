@@ -1,4 +1,4 @@
-"""How a loss rests on the samples of a batch: it is their mean, their sum, or neither.
+"""How a loss rests on the samples of a batch, and what it is divided by.
 
 One rule for all losses of ``fit``: the number and sizes of microbatches never change the training. Sums add
 up. Means count by their samples. Where a loss is divided by what the data tell (the weights of samples, the
@@ -11,6 +11,11 @@ What a loss is, is found out on random numbers, in the operations behind the row
     trace of 2s samples    layers ─▶ rows ─▶ loss    f(a b) = their mean? their sum?
 
 The halves have different numbers in them, and different masks, so that a mean of means tells itself.
+
+::
+
+    microbatch 0   sum of weights 20 ─┐              ┌─ 21 / 2 ─▶ its loss
+    microbatch 1   sum of weights  1 ─┴─ total 21 ───┴─ 21 / 2 ─▶ its loss
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +25,11 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from shardwright.errors import TraceError
 from shardwright.tensorflow import _private
-from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.pieces import PieceBuilder
 from shardwright.tensorflow.routes import Piece
+from shardwright.tensorflow.row_gradients import GradientSums
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 from shardwright.tensorflow.trace import Trace
 
@@ -263,3 +269,61 @@ def _of_data(graph: StepGraph) -> dict[str, bool]:
         if is_plain and operation.name not in graph.variables and None not in known:
             found.update((tensor, any(known)) for tensor in operation.outputs if tensor not in found)
     return found
+
+
+class Divisors:
+    """The divisors of a microbatch, computed from its arguments alone."""
+
+    def __init__(self, graph: StepGraph, trace: Trace, kinds: Mapping[str, Kind]):
+        self.kinds = kinds
+        self._arguments = graph.arguments[: len(graph.arguments) - len(kinds)]
+        makers = graph.makers()
+        if missing := kinds.keys() - makers.keys():
+            raise TraceError(
+                f"the step divides a loss by {sorted(missing)[0]}, which it does not make for a batch of "
+                "this shape, so microbatches cannot be weighed alike. Set microbatches to 1."
+            )
+        body: set[str] = set()
+        feeds: set[str] = set()
+        pending = list(kinds)
+        while pending:
+            tensor = pending.pop()
+            if tensor in self._arguments:
+                feeds.add(tensor)
+            elif makers[tensor].name not in body:
+                body.add(makers[tensor].name)
+                pending += makers[tensor].inputs
+        self._piece = piece_of(trace, body, sorted(feeds), list(kinds))
+
+    def of(self, part: Sequence[Any]) -> list[Any]:
+        """The divisors of a microbatch by itself."""
+        given = dict(zip(self._arguments, part, strict=True))
+        made = self._piece.run([given[name] for name in self._piece.feeds])
+        return [each.numpy() for each in made[: len(self.kinds)]]
+
+
+def with_shares(
+    each: Sequence[Divisors],
+    parts: Sequence[Sequence[Any]],
+    sizes: Sequence[int],
+    total_of: Callable[[Sequence[float]], Sequence[float]],
+) -> list[list[Any]]:
+    """The arguments of microbatches, and behind them their shares of the divisors of the batch."""
+    found = [divisors.of(part) for divisors, part in zip(each, parts, strict=True)]
+    kinds = list(each[0].kinds.values())
+    sums = [
+        sum(
+            one[at] * np.float64(1 if kind == "sum" else size) for one, size in zip(found, sizes, strict=True)
+        )
+        for at, kind in enumerate(kinds)
+    ]
+    flat = total_of([float(sum(sizes)), *np.concatenate([np.ravel(total) for total in sums])])
+    samples, totals = flat[0], np.split(np.array(flat[1:]), np.cumsum([np.size(t) for t in sums])[:-1])
+    made = []
+    for part, size in zip(parts, sizes, strict=True):
+        shares = [
+            tf.constant((total * (size if kind == "sum" else 1) / samples).reshape(like.shape), like.dtype)
+            for total, kind, like in zip(totals, kinds, found[0], strict=True)
+        ]
+        made.append([*part, *shares])
+    return made

@@ -13,8 +13,8 @@ import tensorflow as tf
 from shardwright.errors import UsageError
 from shardwright.run.context import is_initialized
 from shardwright.tensorflow import _private, fit
-from shardwright.tensorflow.callbacks import joined_by_all
 from shardwright.tensorflow.keras_run import keras_run
+from shardwright.tensorflow.startup import joined_by_all
 from shardwright.tensorflow.variables import tf_variable
 from shardwright.tensorflow.whole import optimizer_from_file, whole_model, whole_optimizer
 

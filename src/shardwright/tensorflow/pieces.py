@@ -9,8 +9,8 @@ from tensorflow.core.framework import graph_pb2
 
 from shardwright.model_graph import TensorSpec
 from shardwright.tensorflow import _private
-from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.routes import Part, Piece, has_effect
+from shardwright.tensorflow.row_gradients import GradientSums
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.errors import TraceError
-from shardwright.tensorflow.addends import Addends, taken_apart
+from shardwright.tensorflow.row_gradients import Addends, taken_apart
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 
 # So that what makes a tensor that cannot be sent goes where that is used.

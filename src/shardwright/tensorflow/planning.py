@@ -19,14 +19,13 @@ from shardwright.run.profiler import Profiler
 from shardwright.runtime.step_function import microbatch_sizes
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.batch import Arguments
-from shardwright.tensorflow.cost import ModelVariable, model_graph
-from shardwright.tensorflow.gradient_sums import GradientSums
+from shardwright.tensorflow.cost import ModelVariable, TimedStep, model_graph
 from shardwright.tensorflow.pieces import Pieces
 from shardwright.tensorflow.placement import place
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import routes_of
+from shardwright.tensorflow.row_gradients import GradientSums
 from shardwright.tensorflow.trace import Trace
-from shardwright.tensorflow.unit_timing import TimedStep
 from shardwright.tensorflow.units import UnitCalls, choose_units, layer_names, rank_of
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 

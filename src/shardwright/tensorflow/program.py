@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwright.runtime.crossings import Crossing, Crossings
+from shardwright.runtime.homes import Crossing, Crossings
 from shardwright.tensorflow.pieces import BuiltPiece, Pieces
 from shardwright.tensorflow.placement import Placement
 from shardwright.tensorflow.routes import Part, Routes

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from shardwright.comm.transport import sums_over
 from shardwright.run.context import Context
 from shardwright.tensorflow.channels import call_in_turn, to_tensorflow, to_torch
+from shardwright.tensorflow.executor import Results
 from shardwright.tensorflow.row_gradients import dense
-from shardwright.tensorflow.stage import Results
 from shardwright.tensorflow.variables import tf_variable
 
 

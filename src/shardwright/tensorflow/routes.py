@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.errors import TraceError
-from shardwright.runtime.crossings import Crossing, Crossings
+from shardwright.runtime.homes import Crossing, Crossings
 from shardwright.tensorflow.placement import Placement
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 

@@ -1,4 +1,22 @@
-"""Gradients that are rows of a variable, as those of lookups: how the rows of microbatches come together.
+"""Gradients of a variable from several microbatches, stages and lookups, and how they come together.
+
+::
+
+    stage 0   gradient of the lookup ─┐
+                                      ├─ AddN ─▶ returned
+    stage 1   gradient of the head  ──┘
+
+Each stage sums its own part over the microbatches, and one message a batch brings the sums together.
+Otherwise a gradient as large as the embedding would go to the first stage in each microbatch.
+
+::
+
+    microbatch 0   backward piece ─▶ += ┐
+    microbatch 1   backward piece ─▶ += ┼─ one tensor a gradient ─▶ the caller
+    microbatch 2   backward piece ─▶ += ┘
+
+So a gradient is no result of a call, for which room would be made each time, and no operation of its own adds
+it up.
 
 The optimizer gets the rows that one process has: Adam of Keras 3 squares each row for itself, and clipping
 takes the norm of the rows as they are. Where each sample looks up its own, as token embeddings have it, the
@@ -15,14 +33,144 @@ trace ends when all indices are made, which a model mostly begins with.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
+from shardwright.model_graph import TensorSpec
 from shardwright.tensorflow.recorder import Recorder
+from shardwright.tensorflow.step_graph import Operation, StepGraph
 from shardwright.tensorflow.trace import Trace
+
+_ADDITIONS = frozenset(("AddN", "AddV2", "Add"))
+
+
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """Gradients that are sums of what different stages make.
+
+    Attributes:
+        parts: output of the step -> the tensors whose sum it is.
+        left_out: names of the operations that would have added them up, which no stage runs.
+    """
+
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+
+
+def taken_apart(graph: StepGraph, stages: Mapping[str, int], owners: Mapping[int, int]) -> Addends:
+    """The gradients that other stages than the variable's have a part in."""
+    return _Search(graph, stages, owners).found()
+
+
+class _Search:
+    def __init__(self, graph: StepGraph, stages: Mapping[str, int], owners: Mapping[int, int]):
+        self._graph = graph
+        self._stages = stages
+        self._owners = owners
+        self._makers = graph.makers()
+        self._reads = Counter(tensor for operation in graph.operations for tensor in operation.inputs)
+        self._reads.update(graph.outputs)
+        self._waited_for = {name for operation in graph.operations for name in operation.controls}
+
+    def found(self) -> Addends:
+        parts: dict[str, tuple[str, ...]] = {}
+        left_out: set[str] = set()
+        for position in sorted(self._graph.sums):
+            name = self._graph.outputs[position]
+            additions, leaves = self._sum_behind(name)
+            makers = {self._makers[leaf].name for leaf in leaves}
+            if len(leaves) < 2 or not makers <= self._stages.keys():
+                continue
+            owner = self._owners.get(self._graph.gradients[name])
+            if any(self._stages[maker] != owner for maker in makers):
+                parts[name] = tuple(leaves)
+                left_out |= additions
+        return Addends(parts, frozenset(left_out))
+
+    def _sum_behind(self, output: str) -> tuple[set[str], list[str]]:
+        """The operations that do nothing but add up for this output, and what they add."""
+        additions: set[str] = set()
+        leaves: list[str] = []
+        pending = [output]
+        while pending:
+            tensor = pending.pop()
+            operation = self._makers[tensor]
+            if self._reads[tensor] == 1 and self._only_adds(operation):
+                additions.add(operation.name)
+                pending.extend(reversed(operation.inputs))
+            else:
+                leaves.append(tensor)
+        return additions, leaves
+
+    def _only_adds(self, operation: Operation) -> bool:
+        if operation.name in self._waited_for or operation.name not in self._stages:
+            return False
+        if operation.kind == "Identity":
+            return True
+        specs = self._graph.specs
+        shapes = {specs[tensor].shape for tensor in (*operation.inputs, *operation.outputs)}
+        return operation.kind in _ADDITIONS and len(shapes) == 1
+
+
+_Key = tuple[int, TensorSpec]
+
+
+class GradientSums:
+    """The sums of a rank; batches come one after the other, so all step functions share them."""
+
+    def __init__(self) -> None:
+        self._variables: dict[_Key, Any] = {}
+        self._calls: dict[tuple[_Key, ...], tuple[Any, Any]] = {}
+
+    def variable(self, position: int, spec: TensorSpec) -> Any:
+        """The variable with the sum of an output; it has a value between `begin` and `taken`."""
+        key = position, spec
+        if key not in self._variables:
+            with tf.init_scope():
+                self._variables[key] = tf.Variable(
+                    tf.zeros([0], spec.dtype), shape=tf.TensorShape(None), trainable=False, name="sum"
+                )
+        return self._variables[key]
+
+    def begin(self, positions: Sequence[int], specs: Mapping[int, TensorSpec]) -> None:
+        """Sets these sums to zero."""
+        if positions:
+            self._calls_of(positions, specs)[0]()
+
+    def taken(self, positions: Sequence[int], specs: Mapping[int, TensorSpec]) -> dict[int, Any]:
+        """The sums, by position; they hold no memory here any more."""
+        if not positions:
+            return {}
+        return dict(zip(positions, self._calls_of(positions, specs)[1](), strict=True))
+
+    def _calls_of(self, positions: Sequence[int], specs: Mapping[int, TensorSpec]) -> tuple[Any, Any]:
+        keys = tuple((position, specs[position]) for position in positions)
+        if keys not in self._calls:
+            with tf.init_scope():
+                self._calls[keys] = self._traced(keys)
+        return self._calls[keys]
+
+    def _traced(self, keys: Sequence[_Key]) -> tuple[Any, Any]:
+        variables = [self.variable(*key) for key in keys]
+
+        def begin() -> Any:
+            for variable, (_, spec) in zip(variables, keys, strict=True):
+                variable.assign(tf.zeros(spec.shape, spec.dtype))
+            return tf.constant(0)
+
+        def take() -> list[Any]:
+            found = []
+            for variable, (_, spec) in zip(variables, keys, strict=True):
+                found.append(tf.ensure_shape(variable.read_value(), spec.shape))
+                variable.assign(tf.zeros([0], spec.dtype))
+            return found
+
+        made = [tf.function(each, autograph=False).get_concrete_function() for each in (begin, take)]
+        return made[0], made[1]
 
 
 @dataclass(frozen=True, slots=True)

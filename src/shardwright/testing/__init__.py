@@ -18,7 +18,7 @@ about a tenth of a second instead of the seconds that new interpreters take::
 """
 
 from shardwright.testing.client import preload
-from shardwright.testing.outcome import Outcome, RanksFailedError
+from shardwright.testing.job import Outcome, RanksFailedError
 from shardwright.testing.ranks import run_ranks, run_ranks_outcomes
 
 __all__ = ["Outcome", "RanksFailedError", "preload", "run_ranks", "run_ranks_outcomes"]

@@ -16,8 +16,16 @@ from shardwright.comm.codec import decode
 from shardwright.comm.joining.run_secret import Seal, unpacked
 from shardwright.errors import UsageError
 from shardwright.testing.client import this_process_client
-from shardwright.testing.job import Job, RankFiles, RankReport, RankStatus, payload, value_place
-from shardwright.testing.outcome import Outcome, RanksFailedError
+from shardwright.testing.job import (
+    Job,
+    Outcome,
+    RankFiles,
+    RankReport,
+    RanksFailedError,
+    RankStatus,
+    payload,
+    value_place,
+)
 
 T = TypeVar("T")
 Environ = Mapping[str, str | None] | Callable[[int], Mapping[str, str | None]]

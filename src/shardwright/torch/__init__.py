@@ -12,6 +12,7 @@ from shardwright.comm.collectives.backend import register_backend
 
 if TYPE_CHECKING:
     from shardwright.run.context import is_initialized
+    from shardwright.run.joining import shutdown
     from shardwright.run.ranks import (
         barrier,
         device,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         tp_rank,
         tp_size,
     )
-    from shardwright.run.startup import shutdown
     from shardwright.torch.attention.model_creation import model_creation
     from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
     from shardwright.torch.batch.step_output import StepOutput
@@ -42,12 +42,11 @@ if TYPE_CHECKING:
     from shardwright.torch.interception.step_code import is_tracing
     from shardwright.torch.loss_scale import GradScaler
     from shardwright.torch.model.distributed_model import DistributedModel
-    from shardwright.torch.notebook import notebook_launcher
     from shardwright.torch.optimizer.clipping import clip_grad_norm_
     from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
     from shardwright.torch.parameters.delayed_initialization import delay_param_initialization
     from shardwright.torch.parameters.unit_map import partition, set_partition
-    from shardwright.torch.startup import add_tracker, init
+    from shardwright.torch.startup import add_tracker, init, notebook_launcher
     from shardwright.torch.step_function import step
     from shardwright.torch.units.dry_run import trace_model
 
@@ -102,7 +101,7 @@ _MODULES = {
         "barrier device dp_rank dp_size get_dp_group get_dp_process_group get_mp_group local_rank local_size "
         "mp_rank mp_size pp_rank pp_size rank rdp_rank rdp_size size tp_rank tp_size"
     ),
-    "run.startup": "shutdown",
+    "run.joining": "shutdown",
     "torch.attention.model_creation": "model_creation",
     "torch.backward.activation_checkpointing": "set_activation_checkpointing",
     "torch.batch.step_output": "StepOutput",
@@ -111,12 +110,11 @@ _MODULES = {
     "torch.interception.step_code": "is_tracing",
     "torch.loss_scale": "GradScaler",
     "torch.model.distributed_model": "DistributedModel",
-    "torch.notebook": "notebook_launcher",
+    "torch.startup": "add_tracker init notebook_launcher",
     "torch.optimizer.clipping": "clip_grad_norm_",
     "torch.optimizer.distributed_optimizer": "DistributedOptimizer",
     "torch.parameters.delayed_initialization": "delay_param_initialization",
     "torch.parameters.unit_map": "partition set_partition",
-    "torch.startup": "add_tracker init",
     "torch.step_function": "step",
     "torch.units.dry_run": "trace_model",
 }

@@ -37,8 +37,8 @@ from shardwright.config import Config
 from shardwright.observe.console import Console
 from shardwright.quantities import cores_of_host, counted
 from shardwright.run.context import Context, context
+from shardwright.run.joining import shutdown
 from shardwright.run.machine import device_name, present_cluster
-from shardwright.run.startup import shutdown
 from shardwright.torch.measuring.device_rates import update_costs
 from shardwright.torch.startup import begin
 

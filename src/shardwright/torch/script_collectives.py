@@ -41,7 +41,7 @@ from shardwright.torch import sums_over_ranks
 from shardwright.torch._private import default_group
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
-from shardwright.torch.pytorch.source_line import called_from, user_line
+from shardwright.torch.pytorch.modules import called_from, user_line
 from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 

@@ -11,9 +11,8 @@ from shardwright.config.config import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.runtime.step_function import parameters_of
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.batch.splitter import Splitter
-from shardwright.torch.batch.step_output import StepOutput, gather_outputs
+from shardwright.torch.batch.step_output import BatchResult, StepOutput, gather_outputs
 from shardwright.torch.interception.compiled_code import refuse_wrapped_model, uncompiled
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.interception.step_code import ReadingStep

@@ -196,8 +196,8 @@ def test_a_rank_without_memory_tells_the_others(where: str, tmp_path: Path) -> N
     """They waited for what it had to say of its part, for as long as it lived."""
 
     def run() -> str:
+        from shardwright.checkpoint.disk import Manifest
         from shardwright.checkpoint.folder import CheckpointFolder
-        from shardwright.checkpoint.manifest import Manifest
 
         def no_memory(*args: Any, **kwargs: Any) -> None:
             raise MemoryError("none left")

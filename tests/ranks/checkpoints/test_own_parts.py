@@ -22,7 +22,7 @@ def parts_after_training(settings: dict[str, Any], ranks_per_host: int, dtype: t
     on_hosts(ranks_per_host)
     import shardwright.torch as sw
     from shardwright.torch.checkpoints.own_parts import model_parts, optimizer_parts
-    from shardwright.torch.checkpoints.stored import tensor_of
+    from shardwright.torch.checkpoints.state_dict_files import tensor_of
 
     sw.init({**QUIET, **settings})
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def test_a_snapshot_is_of_one_step(ranks: int, tmp_path: Path) -> None:
         checkpoints.wait()
         return state
 
-    from shardwright.torch.checkpoints.stored import read_part
+    from shardwright.torch.checkpoints.state_dict_files import read_part
 
     expected = run_ranks(run, ranks)[0]
     saved = CheckpointFolder(tmp_path).open()

@@ -183,7 +183,7 @@ def test_what_was_sent_and_received_is_let_go():
     def run():
         import shardwright.torch as sw
         from shardwright.comm.transport import Transport
-        from shardwright.runtime.messages import Messages
+        from shardwright.runtime.action_loop import Messages
 
         sw.init({**QUIET, "pipeline": "1f1b", "microbatches": 16})
         model = sw.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))

@@ -153,7 +153,7 @@ def test_a_header_that_is_far_too_long_is_not_read(tmp_path: Path) -> None:
 )
 def test_files_outside_of_the_folder_are_not_read(root: Path, name: str) -> None:
     """Even where someone has made all checksums fit."""
-    from shardwright.checkpoint.manifest import Manifest
+    from shardwright.checkpoint.disk import Manifest
 
     text = (root / "step-00000002" / "manifest.json").read_text()
     document = json.loads(text)

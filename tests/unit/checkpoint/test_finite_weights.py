@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from checkpoint.checkpoints import pair, save, save_bad
+from shardwright.checkpoint.disk import Manifest
 from shardwright.checkpoint.float_types import NotFinite, not_finite
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.manifest import Manifest
 from shardwright.run.saving import not_finite_in
 
 NAN, INFINITE = NotFinite(nan=True), NotFinite(infinite=True)

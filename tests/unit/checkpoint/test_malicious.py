@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from checkpoint.checkpoints import save, values
+from shardwright.checkpoint.disk import MANIFEST, FileEntry, Manifest
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from shardwright.checkpoint.safe_files import parse
 from shardwright.checkpoint.tensor_file import TensorFile
 from shardwright.errors import CheckpointError, CorruptCheckpointError

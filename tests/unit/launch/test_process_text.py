@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.launch.process_text import (
+from shardwright.launch.processes import (
     check_process,
     why_no_text,
     why_no_variable,

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.run.startup import be_brief
+from shardwright.run.joining import be_brief
 
 
 @pytest.fixture(autouse=True)

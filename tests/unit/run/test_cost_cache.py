@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.run.cost_cache import CostCache
+from shardwright.run.machine import CostCache
 from shardwright.run.timing import Timing
 
 HERE = SimpleNamespace(device=torch.device("cpu"), local_size=2)

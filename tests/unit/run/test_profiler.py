@@ -8,8 +8,7 @@ import torch
 from shardwright.config import Config
 from shardwright.profile import Profile, UnitCost
 from shardwright.run.profiler import Profiler, ToProfile, _inferred, typical
-from shardwright.run.timing import Timing
-from shardwright.run.turns import Share
+from shardwright.run.timing import Share, Timing
 
 
 def timing(forward_s, backward_s):

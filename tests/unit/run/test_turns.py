@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from shardwright.run.timing import Timing
-from shardwright.run.turns import Share, Turns
+from shardwright.run.timing import Share, Timing, Turns
 
 
 def timing(seconds=1.0, spread=0.0):

@@ -6,9 +6,8 @@ import threading
 import pytest
 
 from shardwright.model_graph import TensorSpec
-from shardwright.runtime.action_loop import run_actions
-from shardwright.runtime.crossings import Crossing, gradients_of
-from shardwright.runtime.messages import Messages
+from shardwright.runtime.action_loop import Messages, run_actions
+from shardwright.runtime.homes import Crossing, gradients_of
 from shardwright.schedule import Kind, build_schedule, chain_edges, lower, place_stages
 
 WEIGHTS = (2.0, 3.0, 5.0, 7.0)

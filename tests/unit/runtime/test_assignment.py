@@ -8,14 +8,13 @@ from graphs import GraphBuilder
 from shardwright.errors import TraceMismatchError
 from shardwright.model_graph import TensorSpec
 from shardwright.plan import SchedulePlan
-from shardwright.runtime.assignment import assign
 from shardwright.runtime.batch_schedules import (
     BatchSchedules,
     check_one_order,
     homes_of_buffers,
     merged_edges,
 )
-from shardwright.runtime.crossings import Crossing, gradients_of
+from shardwright.runtime.homes import Crossing, assign, gradients_of
 from shardwright.schedule import Kind
 
 PLAN = SimpleNamespace(

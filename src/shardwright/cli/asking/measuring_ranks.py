@@ -22,9 +22,9 @@ from shardwright.mesh import Mesh
 from shardwright.planner import estimate_profile, meshes
 from shardwright.planner.profiles import MeasuredProfile
 from shardwright.run.context import context
+from shardwright.run.joining import shutdown
 from shardwright.run.machine import present_cluster
 from shardwright.run.profiler import Profiler, ToProfile
-from shardwright.run.startup import shutdown
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.measuring.device_rates import update_costs
 from shardwright.torch.measuring.host_costs import with_host_costs

@@ -33,7 +33,7 @@ _INSTEAD = {
     "ckpt recover": "No list of them can be lost. To read all: shardwright ckpt verify runs/NAME",
     "schedule show": "schedule itself draws one: shardwright schedule 1f1b -n 4",
     "schedule export": "To see one: shardwright schedule KIND; build_schedule returns its actions",
-    "schedule check": "To check one: shardwright.schedule.validate raises what is wrong",
+    "schedule check": "To check one: shardwright.schedule.build raises what is wrong",
     "why-not": f"To compare what you have in mind with the best: {_TASK} --why-not tensor=8,pipeline=4",
     "what-if": f"To compare with other machines: {_TASK} --what-if network=4",
     "cheapest": f"To choose the number of machines: {_TASK} --tokens 300e9 --days 10",

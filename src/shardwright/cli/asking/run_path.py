@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.checkpoint.disk import MANIFEST
 from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
-from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.errors import PlanError, UsageError
 
 if TYPE_CHECKING:

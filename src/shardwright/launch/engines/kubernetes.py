@@ -25,7 +25,7 @@ from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch.engines.engine import ShellText, shell_line
 from shardwright.launch.job_spec import JobSpec
-from shardwright.launch.process_text import refuse_half_characters
+from shardwright.launch.processes import refuse_half_characters
 from shardwright.quantities import format_bytes
 
 _PART = 96 * 1024

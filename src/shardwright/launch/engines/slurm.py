@@ -24,8 +24,7 @@ from shardwright.launch.engines.engine import (
     still_runs,
 )
 from shardwright.launch.job_spec import JobSpec, own_environ
-from shardwright.launch.process_text import refuse_half_characters, shown
-from shardwright.launch.processes import EXITS_VARIABLE
+from shardwright.launch.processes import EXITS_VARIABLE, refuse_half_characters, shown
 from shardwright.launch.ranks.verdict import WORKER_CRASHED
 from shardwright.launch.running_job import Outcome, RunningJob, outcome_of_exits
 

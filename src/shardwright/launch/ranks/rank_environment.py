@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.errors import ConfigError
-from shardwright.launch.process_text import shown, why_no_name, why_no_text
+from shardwright.launch.processes import shown, why_no_name, why_no_text
 
 _NUMBER = re.compile(r"-[\d.]")
 

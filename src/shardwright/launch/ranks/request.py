@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.errors import UsageError
-from shardwright.launch.process_text import without_too_long
+from shardwright.launch.processes import without_too_long
 from shardwright.launch.ranks.rank_environment import (
     FRAMEWORK_MODULE,
     channels_of,

@@ -28,8 +28,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwright.launch.process_text import without_too_long
-from shardwright.launch.processes import SAVED_AND_REQUEUE, ExitLog, WorkerExit, die_with_parent, kill_group
+from shardwright.launch.processes import (
+    SAVED_AND_REQUEUE,
+    ExitLog,
+    WorkerExit,
+    die_with_parent,
+    kill_group,
+    without_too_long,
+)
 from shardwright.launch.ranks.rank_environment import rank_variables
 from shardwright.launch.ranks.verdict import failure_report
 from shardwright.launch.worker_output import Tee, last_words

@@ -27,7 +27,7 @@ from shardwright.observe.report.measured import StepMetrics
 from shardwright.observe.report.parts import StepPart, worst_of
 from shardwright.observe.summary import own_replicas, work_of_one_process
 from shardwright.plan import Plan
-from shardwright.planner.batches import NOT_CUT_FURTHER
+from shardwright.planner.profiles import NOT_CUT_FURTHER
 from shardwright.planner.replay import sensitivities
 from shardwright.planner.waterfall import Waterfall
 from shardwright.quantities import format_seconds

@@ -17,11 +17,10 @@ import numpy as np
 from shardwright.errors import ConfigError, InfeasiblePlanError, PlanError, UsageError
 from shardwright.plan import Plan
 from shardwright.planner.degrees import Planned, plan_survivors
-from shardwright.planner.ways.pricing import fits, memory_of, prices_of
 from shardwright.planner.ways.search import NEAR_TIE, Answer, closest_way, drawbacks, search
 from shardwright.planner.ways.space import all_ways, pin_text
 from shardwright.planner.ways.task import Task
-from shardwright.planner.ways.way import PARTS, Way, describe
+from shardwright.planner.ways.way import PARTS, Way, describe, fits, memory_of, prices_of
 from shardwright.quantities import counted, format_bytes, format_seconds
 
 _RATES = {

@@ -14,10 +14,9 @@ from shardwright.catalogue import LayerChain
 from shardwright.cluster import memory_for
 from shardwright.costs import Options, Recompute, Sharded
 from shardwright.errors import ConfigError, InfeasiblePlanError
-from shardwright.planner.ways.pricing import fits, memory_of, prices_of, with_least_recomputation
 from shardwright.planner.ways.space import NAMES, all_ways
 from shardwright.planner.ways.task import MOST_BATCH, Task
-from shardwright.planner.ways.way import Way, way_of
+from shardwright.planner.ways.way import Way, fits, memory_of, prices_of, way_of, with_least_recomputation
 from shardwright.quantities import format_bytes
 
 _Objective = Literal["speed", "memory"]

@@ -4,9 +4,9 @@ Tried with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/on_tensorflow/t
 for each: a new version that changes one of them fails there.
 """
 
-from shardwright.tensorflow._private.checkpoints import SavedObject, saved_graph, saved_objects
-from shardwright.tensorflow._private.functions import added, direct_call, replaced
 from shardwright.tensorflow._private.graphs import (
+    added,
+    direct_call,
     functions_inlined,
     give_instead,
     gradients_told,
@@ -14,6 +14,7 @@ from shardwright.tensorflow._private.graphs import (
     line_of,
     operations_told,
     outside_of_functions,
+    replaced,
 )
 from shardwright.tensorflow._private.keras import (
     backups_left_to_another,
@@ -31,29 +32,30 @@ from shardwright.tensorflow._private.keras import (
     variables_without_metrics,
     weights_logged,
 )
-from shardwright.tensorflow._private.loss_scales import (
-    loss_scale_classes,
-    replaced_finite_check,
-    scaled_optimizer,
-    scales_made_early,
-    update_scale,
-)
 from shardwright.tensorflow._private.optimizers import (
     count_update,
     has_slots,
     is_slot,
+    loss_scale_classes,
     make_slots,
     optimizer_bases,
     optimizer_classes,
     optimizer_v2_key,
     optimizer_variables,
+    replaced_finite_check,
     replaced_global_norm,
+    scaled_optimizer,
+    scales_made_early,
     slots_of,
+    update_scale,
 )
 from shardwright.tensorflow._private.variables import (
+    SavedObject,
     given_back,
     given_up,
     made_without_value,
+    saved_graph,
+    saved_objects,
     without_autocast,
 )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from shardwright.tensorflow._private.functions import replaced
+from shardwright.tensorflow._private.graphs import replaced
 
 
 def uses_keras_3() -> bool:

@@ -3,17 +3,30 @@
 Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
 """
 
-from shardwright.torch._private.autograd import (
+from shardwright.torch._private.modules import (
     BackwardHookFunction,
+    BatchNormBase,
+    PlainBatchNorm,
     backward_in_progress,
     behind_inner_backward,
     call_after_backward,
+    compiler_is_used,
+    compiler_of,
+    default_group,
     goes_into_gradients,
     gradient_is_wanted,
     gradient_transform_active,
+    hooks_of_every_module,
+    is_profiled,
     newest_node,
+    non_persistent_buffers,
+    non_persistent_buffers_of,
     norms_of,
+    num_hooks_registered,
+    num_parametrization_caches,
     parameters_to_clip,
+    put_compiler_stance,
+    put_parametrization_cache,
     put_saved_tensor_hooks,
     replace_total_norm,
     run_backward,
@@ -23,21 +36,6 @@ from shardwright.torch._private.autograd import (
     shape_behind,
     take_saved_tensor_hooks,
     transforms_beside_hooks,
-)
-from shardwright.torch._private.modules import (
-    BatchNormBase,
-    PlainBatchNorm,
-    compiler_is_used,
-    compiler_of,
-    default_group,
-    hooks_of_every_module,
-    is_profiled,
-    non_persistent_buffers,
-    non_persistent_buffers_of,
-    num_hooks_registered,
-    num_parametrization_caches,
-    put_compiler_stance,
-    put_parametrization_cache,
 )
 from shardwright.torch._private.tensors import (
     FAKE_FAILURES,

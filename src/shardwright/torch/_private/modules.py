@@ -1,17 +1,42 @@
-"""Modules and code: hooks, buffers, `torch.compile`, the profiler, the default process group."""
+"""Modules, code and autograd: hooks, buffers, `torch.compile`, the profiler, nodes and what they save."""
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd import profiler
+from torch.autograd.function import BackwardCFunction
 from torch.distributed import _functional_collectives
-from torch.nn.utils import parametrize
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.utils import clip_grad, parametrize
 from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "BackwardHookFunction",
+    "backward_in_progress",
+    "behind_inner_backward",
+    "call_after_backward",
+    "goes_into_gradients",
+    "gradient_is_wanted",
+    "gradient_transform_active",
+    "newest_node",
+    "norms_of",
+    "parameters_to_clip",
+    "put_saved_tensor_hooks",
+    "replace_total_norm",
+    "run_backward",
+    "running_node",
+    "saved_by",
+    "saved_tensor_hooks",
+    "shape_behind",
+    "take_saved_tensor_hooks",
+    "transforms_beside_hooks",
+]
 
 # What batch and instance norms have in common: running statistics, and their momentum.
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
@@ -146,3 +171,166 @@ def default_group(
         c10d._world.default_pg, c10d._rank_not_in_group = before, is_none_of
         if added:
             del c10d._world.pg_map[group]
+
+
+_CODE_OF_CUSTOM_BACKWARD = tuple(
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")  # torch before 2.13 has no apply_boxed
+    if hasattr(BackwardCFunction, name)
+)
+
+
+def newest_node() -> int:
+    """The sequence number of the autograd node that this thread made last."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def running_node() -> int | None:
+    """The sequence number of the autograd node whose backward runs; None outside of a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """`torch.autograd.backward`, but function modes stay active in Python code that the backward runs."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def backward_in_progress() -> int:
+    """A number for the backward that calls this code: one that is started inside another has its own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Has something called when the backward in progress, which calls this code, is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def behind_inner_backward() -> list[Any]:
+    """Of a backward that a custom function started in its own: nodes that the one around it comes to next.
+
+    Nothing for one that code calling this is in by itself. The gradients that the function gives go to them.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in _CODE_OF_CUSTOM_BACKWARD:
+            return [node for node, _ in frame.f_locals["self"].next_functions if node is not None]
+        frame = frame.f_back
+    return []
+
+
+def goes_into_gradients(parameter: torch.Tensor) -> bool:
+    """Whether the backward in progress, which calls this code, adds to the gradient of a parameter."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # `torch.autograd.grad` asks for it, and returns it
+
+
+def gradient_is_wanted(node: Any, position: int) -> bool:
+    """Whether the backward in progress has a use for the gradient of an input that is a parameter."""
+    if not node.needs_input_grad[position]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node.next_functions[position][0]))
+    except RuntimeError:
+        return True  # `torch.autograd.grad` asks for this parameter
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of autograd has saved under a name; None where it has no such thing."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def shape_behind(node: Any) -> tuple[int, ...] | None:
+    """The shape of the tensor that a node of autograd has made, its first; None where it is unknown."""
+    metadata = getattr(node, "_input_metadata", None)
+    return tuple(metadata[0].shape) if metadata else None
+
+
+@contextmanager
+def transforms_beside_hooks() -> Iterator[None]:
+    """Inside, `torch.func` (grad, vjp, jacrev) puts hooks for saved tensors aside; PyTorch refuses them.
+
+    What is counted with such hooks is not seen there, but the code runs.
+    """
+    refuse = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def put_aside(error_message: str) -> Iterator[None]:
+        taken = take_saved_tensor_hooks()
+        try:
+            with refuse(error_message):
+                yield
+        finally:
+            put_saved_tensor_hooks(taken)
+
+    torch.autograd.graph.disable_saved_tensors_hooks = put_aside
+    try:
+        yield
+    finally:
+        torch.autograd.graph.disable_saved_tensors_hooks = refuse
+
+
+def gradient_transform_active() -> bool:
+    """Whether one of `torch.func` that takes gradients (grad, vjp, jacrev, hessian) is at work.
+
+    They refuse hooks for saved tensors meanwhile.
+    """
+    return not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost hooks for saved tensors (pack, unpack) that are in force in this thread, if any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else (hooks[0], hooks[1])
+
+
+def take_saved_tensor_hooks() -> list[Any]:
+    """Removes the hooks that `torch.autograd.graph.saved_tensors_hooks` has installed in this thread."""
+    taken: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return taken[::-1]
+
+
+def put_saved_tensor_hooks(hooks: Sequence[Any]) -> None:
+    """Installs what `take_saved_tensor_hooks` removed."""
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:
+    """Puts a function in the place of the one that `clip_grad_norm_` takes norms by.
+
+    Scripts import `clip_grad_norm_` by name before the library could replace it; what it calls is looked up.
+    """
+    original = clip_grad._get_total_norm
+    if getattr(original, "__module__", None) != clip_grad.__name__:
+        return  # replaced already
+    replacement = make(original)
+    clip_grad._get_total_norm = replacement
+    if getattr(torch.nn.utils, "get_total_norm", None) is original:
+        torch.nn.utils.get_total_norm = replacement
+
+
+def parameters_to_clip(caller: FrameType) -> Sequence[torch.Tensor]:
+    """The parameters of `clip_grad_norm_`, if that asks for a norm: it passes on the gradients alone."""
+    if caller.f_code is not inspect.unwrap(clip_grad.clip_grad_norm_).__code__:
+        return ()
+    return tuple(caller.f_locals.get("parameters", ()))
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The norm of each of some tensors of one type and device, in float32 at least.
+
+    On GPUs this is a kernel or two for all of them, as in `torch.nn.utils.clip_grad_norm_`; a function for it
+    is not public.
+    """
+    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    norms: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=wide)
+    return norms

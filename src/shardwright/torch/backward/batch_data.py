@@ -22,7 +22,7 @@ from shardwright.torch._private import TorchFunctionMode, storage_key
 from shardwright.torch.interception.glue import refuse_gradient_inside_step
 from shardwright.torch.interception.step_code import in_step_code
 from shardwright.torch.pytorch.functions import OF_GRADIENT, is_metadata
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
 
 _OVER_ROWS = frozenset(

@@ -29,7 +29,7 @@ from shardwright.torch._private import (
     gradient_is_wanted,
 )
 from shardwright.torch.interception.glue import active_handler
-from shardwright.torch.parameters.precision import gradient_dtype
+from shardwright.torch.parameters.parameter_kinds import gradient_dtype
 
 Work = Callable[[], None]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.errors import UsageError
-from shardwright.planner.batches import too_few_samples
+from shardwright.planner.profiles import too_few_samples
 from shardwright.runtime.step_function import StepParameters
 from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 

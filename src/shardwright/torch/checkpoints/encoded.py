@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.manifest import is_plain_name
+from shardwright.checkpoint.disk import is_plain_name
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
-from shardwright.torch.checkpoints.stored import stored
+from shardwright.torch.checkpoints.state_dict_files import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.tensor_parallel.divide import all_elements
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import SavedCheckpoint
-from shardwright.checkpoint.tensor_index import MODEL
+from shardwright.checkpoint.tensor_index import MODEL, Box
 from shardwright.errors import CheckpointError
 from shardwright.text import shortened
 from shardwright.torch._private import non_persistent_buffers
@@ -22,7 +21,7 @@ from shardwright.torch.checkpoints.own_parts import (
     sharded_of,
     shared_spec,
 )
-from shardwright.torch.checkpoints.stored import dtype_of, read_into, read_part
+from shardwright.torch.checkpoints.state_dict_files import dtype_of, read_into, read_part
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.tensor_parallel.divide import divided_alike, in_whole

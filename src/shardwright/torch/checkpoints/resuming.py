@@ -16,7 +16,6 @@ from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanErro
 from shardwright.plan import MeshPlan, Plan
 from shardwright.planner import overruled_settings
 from shardwright.run.launch_settings import following
-from shardwright.torch.checkpoints.documents import PLAN, OptimizerDocument, SavedLayout, StateDocument
 from shardwright.torch.checkpoints.encoded import decode
 from shardwright.torch.checkpoints.own_loading import (
     check_fits,
@@ -25,6 +24,10 @@ from shardwright.torch.checkpoints.own_loading import (
     refuse_another_kind,
 )
 from shardwright.torch.checkpoints.snapshot import (
+    PLAN,
+    OptimizerDocument,
+    SavedLayout,
+    StateDocument,
     check_extra_states,
     further_generators,
     optimizer_prefix,
@@ -32,7 +35,7 @@ from shardwright.torch.checkpoints.snapshot import (
     set_extra_states,
     set_generators,
 )
-from shardwright.torch.checkpoints.stored import dtype_of, read_part
+from shardwright.torch.checkpoints.state_dict_files import dtype_of, read_part
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.parameter_kinds import BufferKind

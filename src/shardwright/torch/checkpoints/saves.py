@@ -26,9 +26,8 @@ from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, on_every_rank
 from shardwright.run.saving import CheckpointDraft, SaveUnderWay, new_draft
 from shardwright.torch._private import non_persistent_buffers
-from shardwright.torch.checkpoints.documents import PLAN, StateDocument
 from shardwright.torch.checkpoints.encoded import StateObjects
-from shardwright.torch.checkpoints.snapshot import RankDocument, take_snapshot
+from shardwright.torch.checkpoints.snapshot import PLAN, RankDocument, StateDocument, take_snapshot
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.script_run import ScriptRun
 

@@ -33,7 +33,7 @@ from shardwright.model_graph import Node, Together, Work
 from shardwright.torch._private import generator_key
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.functions import tensors_in
-from shardwright.torch.pytorch.source_line import called_from, outermost_checkpoint
+from shardwright.torch.pytorch.modules import called_from, outermost_checkpoint
 from shardwright.torch.randomness import Draw, get_state, is_default
 
 aten = torch.ops.aten

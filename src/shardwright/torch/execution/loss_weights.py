@@ -29,12 +29,11 @@ from shardwright.torch._private import storage_key
 from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.backward.loss_reduction import LossForm, Reduction, form_of_loss
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import Weights
-from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.batch.step_output import Weights
+from shardwright.torch.execution.agreement import TrainedModel
 from shardwright.torch.loss_scale import EarlierGradients
 from shardwright.torch.parameters.sharded_tensor import own_part
-from shardwright.torch.pytorch.modules import all_parameters
-from shardwright.torch.pytorch.source_line import line_of
+from shardwright.torch.pytorch.modules import all_parameters, line_of
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 log = logging.getLogger(__name__)

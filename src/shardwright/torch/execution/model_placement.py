@@ -14,16 +14,15 @@ from shardwright.plan import MeshPlan, Plan, TensorPlan
 from shardwright.planner import offloaded_bytes, stage_costs_of
 from shardwright.run.context import Context
 from shardwright.run.memory import large_blocks_given_back
-from shardwright.runtime.assignment import assign
 from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.runtime.homes import assign
 from shardwright.schedule import splits_backward
 from shardwright.torch.backward.activation_checkpointing import marked_inside
 from shardwright.torch.backward.split_backward import split_modules
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.execution.agreement import Agreement
+from shardwright.torch.execution.agreement import Agreement, TrainedModel
 from shardwright.torch.execution.executor import Executor
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
-from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.offload.offloading import Offloading
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.parameter_kinds import move_to

@@ -11,22 +11,21 @@ from torch import nn
 from shardwright.comm.joining.store import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, replica_board
-from shardwright.torch.backward.evaluated_values import forms_of_batch
+from shardwright.torch.backward.loss_reduction import forms_of_batch
 from shardwright.torch.batch.batch import Batch, BatchGradients
-from shardwright.torch.batch.batch_result import BatchResult, Figures
+from shardwright.torch.batch.step_output import BatchResult, Figures
 from shardwright.torch.execution.agreement import (
     Agreement,
+    TrainedModel,
     early_settings,
     hooks_between_steps,
     path_settings,
 )
 from shardwright.torch.execution.exchange import Outputs, Returned, Told
-from shardwright.torch.execution.executor import Executor
+from shardwright.torch.execution.executor import BatchKind, Executor, RankBatch, number_of_parts
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.model_placement import ModelPlacement, PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
-from shardwright.torch.execution.rank_batch import BatchKind, RankBatch, number_of_parts
-from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.compiled_code import look_for_compiled_code
 from shardwright.torch.interception.coroutine import model_calls_marked
 from shardwright.torch.interception.glue import batch_running

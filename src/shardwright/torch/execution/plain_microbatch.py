@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwright.plan import Plan
 from shardwright.run.context import Context
 from shardwright.torch.backward.activation_checkpointing import mark_recomputed, marked_inside
-from shardwright.torch.backward.evaluated_values import Shadows
+from shardwright.torch.backward.loss_reduction import Shadows
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.interception.backward_calls import (
     refuse_second_backward,

@@ -8,11 +8,10 @@ from shardwright.model_graph import ModelGraph
 from shardwright.placement import BetweenUnits
 from shardwright.plan import Plan
 from shardwright.run.context import Context
-from shardwright.runtime.assignment import Assignment, assign
+from shardwright.runtime.homes import Assignment, assign
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.compiled_modules import compile_units
-from shardwright.torch.execution.agreement import Agreement
-from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.execution.agreement import Agreement, TrainedModel
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.interception.step_code import asks_for_types
 from shardwright.torch.parameters.residency import Residency
@@ -22,7 +21,7 @@ from shardwright.torch.program.program import Program, build_program
 from shardwright.torch.program.program_cache import Circumstances, ProgramCache, signature_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.python_state.watched_numbers import NumberMatters, NumberPath, NumberReads
-from shardwright.torch.pytorch.source_line import line_of
+from shardwright.torch.pytorch.modules import line_of
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tracing.batch_statistics import (

@@ -20,15 +20,14 @@ from shardwright.run.context import Context
 from shardwright.run.memory import memory_in_use
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward.batch_data import WatchedData
-from shardwright.torch.backward.evaluated_values import Shadows, WatchedEvaluation, forms_of_batch
-from shardwright.torch.backward.loss_reduction import LossForm
+from shardwright.torch.backward.loss_reduction import LossForm, Shadows, WatchedEvaluation, forms_of_batch
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult, Figures, detached, places_of
+from shardwright.torch.batch.step_output import BatchResult, Figures, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_units
+from shardwright.torch.execution.agreement import TrainedModel
+from shardwright.torch.execution.executor import number_of_parts
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.plain_microbatch import PlainMicrobatch, keep_as_wished
-from shardwright.torch.execution.rank_batch import number_of_parts
-from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.coroutine import model_calls_marked
 from shardwright.torch.interception.glue import (
     batch_running,
@@ -39,7 +38,7 @@ from shardwright.torch.interception.library_code import patched_backward
 from shardwright.torch.offload.offloading import lasting_storages, offloading_of
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
-from shardwright.torch.pytorch.source_line import range_named
+from shardwright.torch.pytorch.modules import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.tracing.batch_statistics import BatchStatistics

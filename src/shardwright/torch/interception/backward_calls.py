@@ -35,7 +35,7 @@ from shardwright.torch.interception.glue import (
     refuse_inside_step,
 )
 from shardwright.torch.pytorch.functions import OF_GRADIENT, gradient_of_backward
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
 
 

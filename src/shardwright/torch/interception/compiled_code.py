@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import compiler_is_used, put_compiler_stance
-from shardwright.torch.pytorch.source_line import called_from, stacklevel_of_user
+from shardwright.torch.pytorch.modules import called_from, stacklevel_of_user
 
 _WHOLE_STEP = (
     "a step function runs on several ranks, stage by stage, and cannot be compiled as a whole. To have the "

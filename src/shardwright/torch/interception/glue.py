@@ -37,8 +37,7 @@ from shardwright.torch.interception.unit_attributes import (
     has_hidden,
 )
 from shardwright.torch.pytorch.functions import answer_for_released, is_metadata
-from shardwright.torch.pytorch.modules import forward_hooks_put, has_backward_hooks
-from shardwright.torch.pytorch.source_line import called_from, user_line
+from shardwright.torch.pytorch.modules import called_from, forward_hooks_put, has_backward_hooks, user_line
 from shardwright.torch.pytorch.tree import map_tree
 
 

@@ -33,7 +33,7 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import BackwardHookFunction, FakeTensor, UnsupportedOperatorException
 from shardwright.torch.interception.backward_calls import backward_intercepted, tensor_backward_intercepted
 from shardwright.torch.interception.glue import active_handler, plain_torch
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
 
 # Their backward calls collectives, too.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import ShardwrightError
 from shardwright.torch.pytorch.functions import READS_DATA
-from shardwright.torch.pytorch.source_line import is_the_users
+from shardwright.torch.pytorch.modules import is_the_users
 
 # Greenlets have contexts of their own, so that microbatches do not see each other's.
 _in_step_code: ContextVar[bool] = ContextVar("_in_step_code", default=False)

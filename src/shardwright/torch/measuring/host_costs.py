@@ -35,9 +35,8 @@ from shardwright.files import UserFile, replace_file
 from shardwright.mesh import Mesh
 from shardwright.model_graph import model_fingerprint
 from shardwright.plan import MeshPlan, ModelIdentity, Plan, SchedulePlan, StagePlan
-from shardwright.run.context import Context, Reports, context, set_context
-from shardwright.run.cost_cache import cache_folder, machine_key
-from shardwright.run.rank_ties import Links, ProcessGroups, RankWatch
+from shardwright.run.context import Context, Links, ProcessGroups, RankWatch, Reports, context, set_context
+from shardwright.run.machine import cache_folder, machine_key
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.randomness import get_state, python_random_kept, set_state

@@ -29,7 +29,7 @@ from shardwright.errors import ShardwrightError, UsageError
 from shardwright.files import UserFile, replace_file
 from shardwright.plan import Plan
 from shardwright.run.context import Context
-from shardwright.run.cost_cache import cache_folder, machine_key
+from shardwright.run.machine import cache_folder, machine_key
 from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.python_state.attribute_watch import plain_attributes
 from shardwright.torch.tracing.working_memory import WorkingMemory

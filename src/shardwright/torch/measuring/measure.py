@@ -31,7 +31,7 @@ from shardwright.torch.backward.split_backward import allow_split, put_off_weigh
 from shardwright.torch.counting.compiled_modules import compile_as
 from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
 from shardwright.torch.interception.step_code import tracing
-from shardwright.torch.python_state.filled_containers import filled_copy
+from shardwright.torch.python_state.shared_state import filled_copy
 from shardwright.torch.pytorch.tensors import autocast_as
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import get_state, python_random_kept, set_state

@@ -37,9 +37,8 @@ from shardwright.planner.division import Division
 from shardwright.planner.fabric import Fabric
 from shardwright.profile import Profile
 from shardwright.run.context import Context
-from shardwright.run.cores import OwnCores
-from shardwright.run.cost_cache import CostCache
-from shardwright.run.machine import present_cluster
+from shardwright.run.machine import CostCache, present_cluster
+from shardwright.run.memory import OwnCores
 from shardwright.run.planning import placed_by_hand, plan_of_first_rank, profiles_of
 from shardwright.run.profiler import Profiler, shares_cores
 from shardwright.torch.batch.batch import Batch
@@ -49,7 +48,7 @@ from shardwright.torch.measuring.last_plan import LastPlan, MemoryCache
 from shardwright.torch.measuring.measure import TimesParts, on_copies
 from shardwright.torch.offload.offloading import with_tier
 from shardwright.torch.parameters.materialise import Materialiser
-from shardwright.torch.parameters.precision import low_precision
+from shardwright.torch.parameters.parameter_kinds import low_precision
 from shardwright.torch.parameters.unit_map import rank_of
 from shardwright.torch.randomness import SKIPS_BY_PYTHON, own_generators
 from shardwright.torch.tracing.trace_data import Trace

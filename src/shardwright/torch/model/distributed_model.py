@@ -14,23 +14,28 @@ from shardwright.errors import UsageError
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.run.memory import keep_freed_memory
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult, StepEngine
+from shardwright.torch.batch.step_output import BatchResult, StepEngine
 from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
 from shardwright.torch.interception.backward_calls import refuse_no_tensor
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.loss_scale import GradientScaling, LossScaler
-from shardwright.torch.model.model_state import ModelState
-from shardwright.torch.model.spread_module import SpreadModule, accepted
+from shardwright.torch.model.spread_module import ModelState, SpreadModule, accepted
 from shardwright.torch.model.steps import CallOutside, Steps, refuse_call
 from shardwright.torch.parameters.first_values import Initialise
 from shardwright.torch.parameters.materialise import Materialiser
-from shardwright.torch.parameters.parameter_kinds import first_kinds, move_to
-from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
+from shardwright.torch.parameters.parameter_kinds import (
+    cast_inputs,
+    cast_model,
+    cast_outputs,
+    first_kinds,
+    low_precision,
+    move_to,
+)
 from shardwright.torch.parameters.registration import WrappedOptimizer
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.step_end.step_end import StepEnd
 from shardwright.torch.tracing.tracer import Tracer

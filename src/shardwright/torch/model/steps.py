@@ -19,16 +19,15 @@ from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.comm.message_names import Purpose
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.run.context import Context, context
-from shardwright.run.cores import OwnCores
 from shardwright.run.failure import STEP, first_cause_named, out_of_data
 from shardwright.run.joint_calls import call_together, meet, ranks_with_the_model
-from shardwright.run.memory import give_back_freed_memory
+from shardwright.run.memory import OwnCores, give_back_freed_memory
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast
-from shardwright.torch.batch.batch_result import BatchResult, Figures, StepEngine
 from shardwright.torch.batch.splitter import Splitter
+from shardwright.torch.batch.step_output import BatchResult, Figures, StepEngine
+from shardwright.torch.execution.agreement import TrainedModel
 from shardwright.torch.execution.loss_weights import WeighedGradients
-from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import (
     BackwardWatch,
     refuse_backward_outside,
@@ -36,7 +35,7 @@ from shardwright.torch.interception.backward_calls import (
 )
 from shardwright.torch.interception.step_code import ReadingStep, point_out_in_run
 from shardwright.torch.loss_scale import scaling_begins
-from shardwright.torch.pytorch.source_line import line_of, stacklevel_of_user, user_line
+from shardwright.torch.pytorch.modules import line_of, stacklevel_of_user, user_line
 from shardwright.torch.step_end.step_end import StepEnd
 
 

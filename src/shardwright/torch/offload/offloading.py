@@ -20,8 +20,8 @@ from shardwright.run.context import Context
 from shardwright.schedule import Action
 from shardwright.torch._private import storage_key
 from shardwright.torch.offload.disk import DiskTier, disk_folder
+from shardwright.torch.offload.saved_storage import PinnedTier, Tier
 from shardwright.torch.offload.stage_offload import Leaving, StageOffload
-from shardwright.torch.offload.tier import PinnedTier, Tier
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 

@@ -33,8 +33,7 @@ from shardwright.torch._private import (
     transforms_beside_hooks,
     weak_storage,
 )
-from shardwright.torch.offload.saved_storage import SavedStorage, SavedView
-from shardwright.torch.offload.tier import Copy, Tier
+from shardwright.torch.offload.saved_storage import Copy, SavedStorage, SavedView, Tier
 from shardwright.torch.pytorch.tensors import KeptTensor, version_of
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, specs_of
 from shardwright.torch.tensor_parallel.placing import known_sum

@@ -41,7 +41,7 @@ from shardwright.torch.optimizer.refused_optimizers import (
     stepping,
 )
 from shardwright.torch.parameters.registration import in_order
-from shardwright.torch.replicas.updated_parts import UpdatedParts
+from shardwright.torch.replicas.replica_buffers import UpdatedParts
 from shardwright.torch.script_collectives import over_replicas
 
 _MOST_EVENTS = 64

@@ -35,7 +35,7 @@ from shardwright.torch.parameters.first_values import (
     initialise_container,
     unknown_values,
 )
-from shardwright.torch.parameters.precision import gradient_dtype, set_gradient_dtype
+from shardwright.torch.parameters.parameter_kinds import gradient_dtype, set_gradient_dtype
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 

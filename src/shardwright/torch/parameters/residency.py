@@ -42,7 +42,7 @@ from shardwright.torch.pytorch.functions import (
     tensors_in,
     written_tensors,
 )
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.randomness import draw_as_elsewhere
 

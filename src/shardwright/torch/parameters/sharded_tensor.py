@@ -27,7 +27,7 @@ from shardwright.torch._private import (
 )
 from shardwright.torch.interception.glue import batch_is_running
 from shardwright.torch.pytorch.functions import is_written, one_by_one, takes_several, written_arguments
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.tensor_parallel.divide import divided_alike, part_as
 from shardwright.torch.tensor_parallel.divided_tensor import whole as whole_of

@@ -7,13 +7,12 @@ from enum import IntEnum
 
 from torch import nn
 
-from shardwright.runtime.assignment import Assignment
 from shardwright.runtime.dataflow import Dataflow, StepFlow
+from shardwright.runtime.homes import Assignment
 from shardwright.torch.interception.unit_attributes import FoundPlace, found_places
 from shardwright.torch.pytorch.tree import Slot
 from shardwright.torch.tracing.divided_tail import DividedTail
-from shardwright.torch.tracing.recorded_step import Step
-from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.tracing.trace_data import Step, Trace
 
 
 class Place(IntEnum):

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from shardwright.runtime.assignment import Assignment
-from shardwright.runtime.crossings import Crossing, Crossings, crossings_of, gradients_of
 from shardwright.runtime.dataflow import Dataflow
+from shardwright.runtime.homes import Assignment, Crossing, Crossings, crossings_of, gradients_of
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.instructions import Instruction, KeptOtherwise, instructions_of
 from shardwright.torch.program.program_checks import check_trace, pauses_of
@@ -27,8 +26,7 @@ from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.randomness import own_generators
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tracing.divided_tail import divided_tails
-from shardwright.torch.tracing.recorded_step import StepResult, UnitCall
-from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.tracing.trace_data import StepResult, Trace, UnitCall
 
 
 def stand_in(result: StepResult, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

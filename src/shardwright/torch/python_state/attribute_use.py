@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.python_state.snapshot import DICTIONARIES, ClassWatch, SlotContent, namespace_of
-from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import OF_EVERY_MODULE, user_line
 from shardwright.torch.pytorch.tree import ABSENT, PLAIN, Slot, leaves, same_entries
 
 # Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.

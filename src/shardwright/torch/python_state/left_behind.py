@@ -28,8 +28,7 @@ from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.python_state.snapshot import DICTIONARIES, Snapshot, is_of_a_library, walk
 from shardwright.torch.python_state.watched_numbers import WatchedNumber
-from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
-from shardwright.torch.pytorch.source_line import is_script_class
+from shardwright.torch.pytorch.modules import OF_EVERY_MODULE, is_script_class
 from shardwright.torch.pytorch.tensors import TensorContents, has_content
 from shardwright.torch.pytorch.tree import Slot, entries_of
 from shardwright.torch.randomness import kept_state

@@ -18,15 +18,13 @@ from shardwright.quantities import format_bytes
 from shardwright.run.context import Context
 from shardwright.run.failure import first_cause_named
 from shardwright.torch.parameters.delayed_initialization import is_recorded
-from shardwright.torch.parameters.parameter_kinds import can_be_sharded
-from shardwright.torch.parameters.precision import gradient_dtype, low_precision
+from shardwright.torch.parameters.parameter_kinds import can_be_sharded, gradient_dtype, low_precision
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.modules import ModelTree
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.gradient_hook import GradientHook
 from shardwright.torch.replicas.reducer import GradientReducer
-from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
-from shardwright.torch.replicas.updated_parts import UpdatedParts
+from shardwright.torch.replicas.replica_buffers import ReplicaBuffers, UpdatedParts
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import dtensor_of, put_in_place, spec_like, without_subclass_functions
-from shardwright.torch.parameters.precision import gradient_dtype, set_gradient_dtype
+from shardwright.torch.parameters.parameter_kinds import gradient_dtype, set_gradient_dtype
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.functions import OF_GRADIENT, is_metadata
 from shardwright.torch.pytorch.tree import leaves, map_tree

@@ -27,8 +27,7 @@ from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.parameters.delayed_initialization import recorded_values
 from shardwright.torch.parameters.parameter_kinds import watch_parameters
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
-from shardwright.torch.pytorch.modules import all_modules
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import all_modules, user_line
 from shardwright.torch.sharding.arrivals import AllAtOnce, Arrivals, InTurns
 from shardwright.torch.sharding.parcel import Parcel, parcels_of
 from shardwright.torch.sharding.shard_memory import memory_for

@@ -12,8 +12,7 @@ from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, Placement, Whole
 from shardwright.torch._private import disabled_torch_function, new_wrapper
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.nesting import moved_parts
-from shardwright.torch.tensor_parallel.redistribution import narrowed, replaced
+from shardwright.torch.tensor_parallel.redistribution import moved_parts, narrowed, replaced
 from shardwright.torch.tensor_parallel.spec import Spec, dense_strides, is_dense, local_shape, spec_of
 
 # Kinds of scalars, in place of their values, in the key of a decision: True == 1 == 1.0 in Python.

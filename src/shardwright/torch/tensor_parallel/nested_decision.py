@@ -26,8 +26,8 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     wrap,
 )
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.nesting import agreed_placement, own_placement
 from shardwright.torch.tensor_parallel.placing import at_hand, count_write, moved_to, note_view
+from shardwright.torch.tensor_parallel.redistribution import agreed_placement, own_placement
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 # Positional arguments that a result is linear in: it is the sum of all terms, each of them a product.

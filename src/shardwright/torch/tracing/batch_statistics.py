@@ -34,7 +34,7 @@ from shardwright.torch._private import BatchNormBase
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.pytorch.source_line import outermost_checkpoint
+from shardwright.torch.pytorch.modules import outermost_checkpoint
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.tracing.traced_call import Outcome
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.tracing.recorded_step import Step
-from shardwright.torch.tracing.trace_data import Sample, Trace
+from shardwright.torch.tracing.trace_data import Sample, Step, Trace
 
 _ON_PARTS = frozenset(
     "__getitem__ __mul__ __rmul__ __truediv__ bfloat16 clone contiguous detach div divide double flatten "

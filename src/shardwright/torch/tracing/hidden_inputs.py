@@ -25,7 +25,7 @@ from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import REMEDY, DeferredTensor
 from shardwright.torch.python_state.shared_state import SharedState
 from shardwright.torch.pytorch.functions import tensors_in
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.tracing.traced_values import TracedValues, with_history
 
 

@@ -14,7 +14,7 @@ from shardwright.torch.counting.cost_counter import Watch, cost_class
 from shardwright.torch.counting.operation_work import TracedDraws
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.step_code import TraceEnds, in_step_code
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tensors import autocast_state, order_of
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import DrawsOfPython

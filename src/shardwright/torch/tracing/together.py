@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shardwright.model_graph import Node, Together
 from shardwright.torch._private import storage_key
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.tracing.recorded_step import Step
+from shardwright.torch.tracing.trace_data import Step
 from shardwright.torch.tracing.traced_values import TracedValues
 
 _Place = tuple[nn.Module, str]

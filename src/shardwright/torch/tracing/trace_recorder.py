@@ -11,11 +11,10 @@ from shardwright.errors import DeferredReadError, UsageError
 from shardwright.model_graph import Node, Together, Value
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
-from shardwright.torch.python_state.filled_containers import Filled
-from shardwright.torch.pytorch.source_line import outermost_checkpoint, user_line
+from shardwright.torch.python_state.shared_state import Filled
+from shardwright.torch.pytorch.modules import outermost_checkpoint, user_line
 from shardwright.torch.pytorch.tree import Structure, flatten
 from shardwright.torch.tracing.hidden_inputs import HiddenInputs
-from shardwright.torch.tracing.recorded_step import Step, StepResult, UnitCall
 from shardwright.torch.tracing.together import (
     BufferWatch,
     Regions,
@@ -24,8 +23,8 @@ from shardwright.torch.tracing.together import (
     gradient_together,
     parameters_together,
 )
-from shardwright.torch.tracing.traced_call import Outcome, TracedCall, is_opaque
-from shardwright.torch.tracing.traced_changes import TracedChanges
+from shardwright.torch.tracing.trace_data import Step, StepResult, UnitCall
+from shardwright.torch.tracing.traced_call import Outcome, TracedCall, TracedChanges, is_opaque
 from shardwright.torch.tracing.traced_values import TracedValues
 
 

@@ -19,7 +19,7 @@ from shardwright.errors import UsageError
 from shardwright.model_graph import TensorSpec
 from shardwright.torch._private import FakeTensor, new_fake_mode, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor, spec_of
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import Structure, leaves
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, Together
 from shardwright.torch._private import gradient_transform_active, storage_key
 from shardwright.torch.backward.batch_data import BatchData
-from shardwright.torch.backward.evaluated_values import Shadows
-from shardwright.torch.backward.loss_reduction import LossForm, form_of_loss
+from shardwright.torch.backward.loss_reduction import LossForm, Shadows, form_of_loss
 from shardwright.torch.interception.backward_calls import (
     refuse_second_backward,
     refuse_several_numbers,
@@ -28,12 +27,12 @@ from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import plain_torch, without_hooks
 from shardwright.torch.interception.step_code import assumed_loss, in_step_code
 from shardwright.torch.pytorch import functions
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.tracing.recording import Recording
 from shardwright.torch.tracing.together import BufferWatch
 from shardwright.torch.tracing.trace_data import SideEffects, Trace, TraceRequest
-from shardwright.torch.tracing.traced_changes import follow_changes
+from shardwright.torch.tracing.traced_call import follow_changes
 from shardwright.torch.tracing.traced_execution import RealExecution, TracedExecution
 from shardwright.torch.tracing.traced_values import refuse_returned
 from shardwright.torch.tracing.unit_tracer import OperationTracer, UnitTracer

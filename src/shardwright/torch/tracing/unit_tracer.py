@@ -18,15 +18,14 @@ from shardwright.torch.interception.glue import plain_torch, refuse_gradient_ins
 from shardwright.torch.interception.step_code import in_step_code, reads_values, writes_text
 from shardwright.torch.interception.unit_attributes import FOUND, found_in
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.python_state.filled_containers import fill
+from shardwright.torch.python_state.shared_state import fill
 from shardwright.torch.python_state.watched_numbers import plain_numbers
 from shardwright.torch.pytorch import functions
-from shardwright.torch.pytorch.modules import forward_hook_is_running
-from shardwright.torch.pytorch.source_line import called_from, user_line
+from shardwright.torch.pytorch.modules import called_from, forward_hook_is_running, user_line
 from shardwright.torch.pytorch.tree import Structure, flatten, leaves
 from shardwright.torch.script_collectives import COLLECTIVES
-from shardwright.torch.tracing.recorded_step import UnitCall
 from shardwright.torch.tracing.recording import Recording
+from shardwright.torch.tracing.trace_data import UnitCall
 from shardwright.torch.tracing.traced_call import Outcome, TracedCall, is_opaque
 from shardwright.torch.tracing.traced_execution import TracedExecution
 from shardwright.torch.tracing.traced_values import point_out_foreign

@@ -19,7 +19,7 @@ from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
 from shardwright.planner.division import DividedUnit, Passage
 from shardwright.torch.counting.compiled_modules import HookEffects, calls_compiled, is_compiled
 from shardwright.torch.interception.unit_attributes import FOUND
-from shardwright.torch.python_state.filled_containers import filled_copy
+from shardwright.torch.python_state.shared_state import filled_copy
 from shardwright.torch.pytorch.modules import has_backward_hooks
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import (

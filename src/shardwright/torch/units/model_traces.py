@@ -18,8 +18,7 @@ from shardwright.torch.counting.compiled_modules import HookEffects, calls_compi
 from shardwright.torch.counting.cost_counter import CostCounter, Counts
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.pytorch.modules import has_backward_hooks
-from shardwright.torch.pytorch.source_line import frames_up_to
+from shardwright.torch.pytorch.modules import frames_up_to, has_backward_hooks
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.tracing.working_memory import WorkingMemory

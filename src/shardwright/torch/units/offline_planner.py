@@ -30,7 +30,7 @@ from shardwright.planner.profiles import MeasuredProfile
 from shardwright.profile import Profile
 from shardwright.quantities import format_bytes
 from shardwright.torch.batch.batch import Arguments, Batch
-from shardwright.torch.parameters.precision import cast_inputs, low_precision
+from shardwright.torch.parameters.parameter_kinds import cast_inputs, low_precision
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.dry_run import OnAccelerators, in_precision, step_of, with_data
 from shardwright.torch.units.model_traces import most_stages, trace_parts

@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.errors import TraceError
 from shardwright.torch._private import function_transforms_active
-from shardwright.torch.pytorch.source_line import custom_function_call, frames_up_to, is_running, user_line
+from shardwright.torch.pytorch.modules import custom_function_call, frames_up_to, is_running, user_line
 
 
 class Entanglement:

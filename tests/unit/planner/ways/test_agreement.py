@@ -22,7 +22,7 @@ from shardwright.mesh import Mesh
 from shardwright.planner import estimate_profile, make_plan
 from shardwright.planner.model_chain import chain_of
 from shardwright.planner.ways import Task, search
-from shardwright.torch.parameters.precision import cast_model
+from shardwright.torch.parameters.parameter_kinds import cast_model
 from shardwright.torch.units.dry_run import trace_model
 
 SEQUENCE, VOCABULARY = 1024, 32000

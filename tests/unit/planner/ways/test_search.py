@@ -14,8 +14,8 @@ from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKi
 from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.planner.ways import Task, search, way_of
 from shardwright.planner.ways.answers import why_not
-from shardwright.planner.ways.pricing import fits, prices_of, with_least_recomputation
 from shardwright.planner.ways.space import all_ways
+from shardwright.planner.ways.way import fits, prices_of, with_least_recomputation
 
 TIE = 1.05 * (1 + 1e-9)
 

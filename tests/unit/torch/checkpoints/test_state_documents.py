@@ -8,8 +8,12 @@ import torch
 
 from shardwright.errors import CorruptCheckpointError
 from shardwright.mesh import Mesh
-from shardwright.torch.checkpoints.documents import StateDocument
-from shardwright.torch.checkpoints.snapshot import RankDocument, generator_states, set_generators
+from shardwright.torch.checkpoints.snapshot import (
+    RankDocument,
+    StateDocument,
+    generator_states,
+    set_generators,
+)
 
 GOOD = {
     "step": 2,

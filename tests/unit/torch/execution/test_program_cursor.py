@@ -15,8 +15,7 @@ from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import FreeOperations
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.tracing.recorded_step import Step
-from shardwright.torch.tracing.trace_data import RandomUse
+from shardwright.torch.tracing.trace_data import RandomUse, Step
 
 FREE, HERE, ELSEWHERE = Place.FREE, Place.HERE, Place.ELSEWHERE
 A_DRAW: Any = object()

@@ -8,8 +8,8 @@ import torch
 from tiers import Cuda, delayed_copies
 from torch import nn
 
+from shardwright.torch.offload.saved_storage import PinnedTier
 from shardwright.torch.offload.stage_offload import Leaving, StageOffload
-from shardwright.torch.offload.tier import PinnedTier
 
 WIDTH = 32
 DEVICE = torch.device("cpu")

@@ -1,8 +1,8 @@
 import torch
 
 from shardwright.runtime.traced import Change
-from shardwright.torch.tracing.recorded_step import Step
-from shardwright.torch.tracing.traced_changes import follow_changes, view_of
+from shardwright.torch.tracing.trace_data import Step
+from shardwright.torch.tracing.traced_call import follow_changes, view_of
 
 
 def step(*, reads=(), changes=()):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import backward_in_progress, behind_inner_backward, call_after_backward
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["BackwardWithoutStep"]

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright import cpu_mode
 from shardwright.errors import UsageError
-from shardwright.torch.batch.batch_result import BatchResult
+from shardwright.torch.batch.step_output import BatchResult
 from shardwright.torch.interception.backward_calls import BackwardWatch, refuse_no_tensor
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.replicas.gradient_hook import GradientHook

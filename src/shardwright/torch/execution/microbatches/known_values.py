@@ -34,7 +34,7 @@ from shardwright.torch.execution.microbatches.value_bundles import OwnValues, Ta
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.program.program import Program
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
 
 

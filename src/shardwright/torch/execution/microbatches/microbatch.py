@@ -18,8 +18,12 @@ from shardwright.torch.execution.microbatches.microbatch_state import Microbatch
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
 from shardwright.torch.execution.microbatches.program_end import ProgramEnd, TraceComparison
-from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches, StageTurns
-from shardwright.torch.execution.microbatches.unit_run import MicrobatchGenerators, unit_run
+from shardwright.torch.execution.microbatches.stage_turns import (
+    MicrobatchGenerators,
+    SharedByMicrobatches,
+    StageTurns,
+    unit_run,
+)
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import (
     GlueMode,
@@ -39,7 +43,7 @@ from shardwright.torch.program.program import (
     stand_in,
     with_stand_ins,
 )
-from shardwright.torch.python_state.filled_containers import fill
+from shardwright.torch.python_state.shared_state import fill
 from shardwright.torch.pytorch.functions import CALLS_UNITS, gradient_of_backward
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import TraceMismatchError
-from shardwright.runtime.crossings import Crossing
 from shardwright.runtime.dataflow import Copy, Keep
-from shardwright.torch.execution.microbatches.unit_run import refuse_other_contents
+from shardwright.runtime.homes import Crossing
+from shardwright.torch.execution.microbatches.stage_turns import refuse_other_contents
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.together import GlueBuffers
+from shardwright.torch.tracing.trace_data import Step
 
 
 class MicrobatchTensors:

@@ -28,7 +28,7 @@ from shardwright.torch.interception.step_code import assumed_loss
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import FreeOperations, Program
 from shardwright.torch.pytorch.functions import name_of_call
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import SKIPS_BY_PYTHON, get_state, same_state
 from shardwright.torch.script_collectives import COLLECTIVES

@@ -23,7 +23,7 @@ from shardwright.torch.interception.glue import refuse_gradient_inside_step
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.functions import NEED_HISTORY, OF_GRADIENT, name_of_call
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import flatten, map_tree
 from shardwright.torch.randomness import get_python_mark
 

@@ -23,7 +23,7 @@ from shardwright.comm.tensor_codec import bytes_of
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.program.program import Program
-from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 
 _SMALL_BYTES = 2**16

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.execution.microbatches.unit_run import unit_run
+from shardwright.torch.execution.microbatches.stage_turns import unit_run
 from shardwright.torch.execution.replay.flat_calls import FlatCall
 from shardwright.torch.execution.replay.held_state import ImpureError
 from shardwright.torch.execution.replay.recording import Call, GivenObject, Recording, Settings, Source

@@ -17,8 +17,7 @@ from torch import Tensor
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
-from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches
-from shardwright.torch.execution.microbatches.unit_run import MicrobatchGenerators
+from shardwright.torch.execution.microbatches.stage_turns import MicrobatchGenerators, SharedByMicrobatches
 from shardwright.torch.execution.replay.code_watch import CodeWatch
 from shardwright.torch.execution.replay.flat_calls import run_calls
 from shardwright.torch.execution.replay.flat_program import FlatProgram, why_not

@@ -31,10 +31,10 @@ from shardwright.torch.tensor_parallel.search.dry_run import (
     dry_run,
     dry_run_of_operation,
 )
-from shardwright.torch.tensor_parallel.search.found_placements import FoundPlacements, WorkShares
 from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 from shardwright.torch.tensor_parallel.search.search import find_placements
 from shardwright.torch.tensor_parallel.search.unit import Material, Unit, is_small, results_of
+from shardwright.torch.tensor_parallel.search.ways import FoundPlacements, WorkShares
 
 __all__ = [
     "CutTensor",

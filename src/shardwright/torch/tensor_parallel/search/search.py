@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
 from shardwright.torch.tensor_parallel.search.flow import Flow, cut_candidates
-from shardwright.torch.tensor_parallel.search.found_placements import (
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks, recorded
+from shardwright.torch.tensor_parallel.search.unit import Role, Unit, kind_of, pins_within, roles_of
+from shardwright.torch.tensor_parallel.search.ways import (
     KERNEL_S,
     MEMORY_WEIGHT,
     OPERATION_S,
@@ -30,8 +32,6 @@ from shardwright.torch.tensor_parallel.search.found_placements import (
     PlanPrice,
     WorkShares,
 )
-from shardwright.torch.tensor_parallel.search.recording import group_without_ranks, recorded
-from shardwright.torch.tensor_parallel.search.unit import Role, Unit, kind_of, pins_within, roles_of
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.disk import Disk, NewFile
-from shardwright.checkpoint.manifest import FileEntry
+from shardwright.checkpoint.disk import Disk, FileEntry, NewFile
 from shardwright.checkpoint.safe_files import read_regular
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smdistributed.modelparallel.torch.checkpoints.records import PartialRecord, verify

@@ -16,8 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from shardwright.checkpoint.disk import Disk, NewFile
-from shardwright.checkpoint.manifest import FileEntry
+from shardwright.checkpoint.disk import Disk, FileEntry, NewFile
 from shardwright.checkpoint.safe_files import read_regular
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from smdistributed.modelparallel.torch.checkpoints.records import FullRecord, fits, verify

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
-from shardwright.checkpoint.manifest import FileEntry, Record, is_plain_name
+from shardwright.checkpoint.disk import FileEntry, Record, is_plain_name
 from shardwright.comm.codec import declare
 from shardwright.errors import CorruptCheckpointError
 

@@ -12,7 +12,7 @@ from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
 from shardwright.run.joint_calls import meet
 from shardwright.torch.checkpoints.resuming import problem_of
-from shardwright.torch.pytorch.source_line import stacklevel_of_user
+from shardwright.torch.pytorch.modules import stacklevel_of_user
 from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup

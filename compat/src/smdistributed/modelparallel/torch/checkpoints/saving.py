@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import FileEntry
+from shardwright.checkpoint.disk import Disk, FileEntry
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from shardwright.torch.loss_scale import LossScaler
-from shardwright.torch.pytorch.source_line import is_script_class
+from shardwright.torch.pytorch.modules import is_script_class
 from smdistributed.modelparallel.torch.pickles.stand_ins import (
     SavedArray,
     SavedAttributes,
