@@ -28,7 +28,7 @@ def after_import(name: str, action: Callable[[Any], None]) -> None:
 def _act_at_the_end(spec: Any, act: Callable[[], None]) -> None:
     """Calls `act` when a module that is being imported has been: the import says so in its spec."""
 
-    class WatchedSpec(type(spec)):  # type: ignore[misc]
+    class _WatchedSpec(type(spec)):  # type: ignore[misc]
         @property
         def _initializing(self) -> bool:
             return True
@@ -36,12 +36,12 @@ def _act_at_the_end(spec: Any, act: Callable[[], None]) -> None:
         @_initializing.setter
         def _initializing(self, value: bool) -> None:
             if not value:
-                spec.__class__ = WatchedSpec.__base__
+                spec.__class__ = _WatchedSpec.__base__
                 spec._initializing = False
                 if spec.name in sys.modules:  # it is not where its code raised
                     act()
 
-    spec.__class__ = WatchedSpec
+    spec.__class__ = _WatchedSpec
 
 
 class _Finder(MetaPathFinder):

@@ -21,7 +21,7 @@ _Bits = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class _Converted:
     """Numbers of another type.
 
     Attributes:
@@ -32,18 +32,18 @@ class Converted:
     num_overflowed: int
 
 
-def converted(data: bytes | bytearray | memoryview, *, source: str, target: str) -> Converted:
+def converted(data: bytes | bytearray | memoryview, *, source: str, target: str) -> _Converted:
     """Converts numbers, each to the nearest one, and to the even one of two that are as near.
 
     >>> converted(np.float32(1.00390625).tobytes(), source="F32", target="BF16").data.hex()
     '803f'
     """
     if source == target:
-        return Converted(bytes(data), 0)
+        return _Converted(bytes(data), 0)
     numbers = _as_f32(data, source)
     made = _from_f32(numbers, target)
     lost = _is_infinite(made, target) & ~_is_infinite(_items(data, source), source)
-    return Converted(made.tobytes(), int(lost.sum()))
+    return _Converted(made.tobytes(), int(lost.sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ LARGEST_TEXT = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class _Overlap:
     """The overlap of a piece on disk with a requested part."""
 
     source: Box
@@ -110,14 +110,14 @@ class SavedCheckpoint:
             raise CorruptCheckpointError(f"{self.path} has no tensor {name}.")
         return found
 
-    def overlaps(self, name: str, box: Box) -> Iterator[Overlap]:
+    def overlaps(self, name: str, box: Box) -> Iterator[_Overlap]:
         for piece in self.entry(name).pieces:
             common = piece.box.common(box)
             if common is not None:
                 stored = self._files[piece.file][piece.key]
-                yield Overlap(common.relative_to(piece.box), common.relative_to(box), stored)
+                yield _Overlap(common.relative_to(piece.box), common.relative_to(box), stored)
 
-    def whole(self, name: str) -> Sequence[Overlap]:
+    def whole(self, name: str) -> Sequence[_Overlap]:
         return list(self.overlaps(name, Box.whole(self.entry(name).shape)))
 
     def _listed(self, name: str) -> Path:

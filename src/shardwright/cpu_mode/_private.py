@@ -101,7 +101,7 @@ def intercept_calls(cls: Any, call: Callable[..., Any]) -> None:
     """Has a class of PyTorch's core be called through a function; it stays the same class."""
     kind: Any = type(cls)
 
-    class Intercepting(kind):  # type: ignore[misc]
+    class _Intercepting(kind):  # type: ignore[misc]
         __slots__ = ()
         # Otherwise the class would be said to come from here: it has no entry of its own.
         __module__ = type.__dict__["__module__"]
@@ -114,8 +114,8 @@ def intercept_calls(cls: Any, call: Callable[..., Any]) -> None:
     entry = ctypes.c_void_p.from_address(id(cls) + object.__basicsize__ - ctypes.sizeof(ctypes.c_void_p))
     if entry.value != id(kind):
         raise RuntimeError(f"this Python keeps the type of {cls.__name__} at an unknown place")
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(Intercepting))
-    entry.value = id(Intercepting)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_Intercepting))
+    entry.value = id(_Intercepting)
 
 
 def let_optimizers_be_capturable() -> None:

@@ -26,7 +26,7 @@ _POLL_S = 0.1
 _LAST_LINES = 15
 
 
-class LogTail:
+class _LogTail:
     """Shows what is added to log files, from several hosts as it comes."""
 
     def __init__(self, files: Callable[[], Sequence[Path]], show: Callable[[str], None]) -> None:
@@ -134,7 +134,7 @@ class RunningJob(ABC):
 
         Ctrl-C is passed on to the ranks, which have time to save; a second one is immediate.
         """
-        tail = LogTail(self._log_files, self._show if logs else lambda text: None)
+        tail = _LogTail(self._log_files, self._show if logs else lambda text: None)
         self._is_shown = logs
         num_passed_on = 0
         with _ctrl_c_collected() as interrupts:

@@ -54,7 +54,7 @@ _LITTLE_DISK = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class _Findings:
     """The findings about a machine.
 
     Attributes:
@@ -70,7 +70,7 @@ class Findings:
     faults: tuple[str, ...]
 
 
-def examine(environ: Mapping[str, str], *, folder: Path) -> Findings:
+def examine(environ: Mapping[str, str], *, folder: Path) -> _Findings:
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     document: dict[str, Any] = {
         "python": platform.python_version(),
@@ -95,7 +95,7 @@ def examine(environ: Mapping[str, str], *, folder: Path) -> Findings:
         for name in _NEEDED_TO_TRAIN
         if name not in versions
     )
-    return Findings(_as_text(document), document, (*_problems(environ, folder), *faults), faults)
+    return _Findings(_as_text(document), document, (*_problems(environ, folder), *faults), faults)
 
 
 def _as_text(document: Mapping[str, Any]) -> dict[str, str]:

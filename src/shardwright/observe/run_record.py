@@ -83,7 +83,7 @@ class RunRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SavedStep:
+class _SavedStep:
     """The newest checkpoint of a run.
 
     Attributes:
@@ -108,7 +108,7 @@ def read_record(folder: RunFolder) -> RunRecord | None:
         return None
 
 
-def saved_step(folder: RunFolder) -> SavedStep | None:
+def saved_step(folder: RunFolder) -> _SavedStep | None:
     """The newest checkpoint of a run, in its folder or where the script keeps them; None without one."""
     # Here, because a run that begins has none.
     from shardwright.checkpoint.folder import CheckpointFolder
@@ -119,9 +119,9 @@ def saved_step(folder: RunFolder) -> SavedStep | None:
         try:
             commits = CheckpointFolder(root).commits()
         except CheckpointError:
-            return SavedStep(None, root)
+            return _SavedStep(None, root)
         if commits:
-            return SavedStep(commits[-1].step, root)
+            return _SavedStep(commits[-1].step, root)
     return None
 
 
@@ -188,7 +188,7 @@ Again = Literal["auto", "resume", "fresh"]
 
 
 @dataclass(frozen=True, slots=True)
-class RunChoice:
+class _RunChoice:
     """The folder for a run.
 
     Attributes:
@@ -200,7 +200,7 @@ class RunChoice:
 
     continued: RunFolder | None
     stem: str | None
-    saved: SavedStep | None = None
+    saved: _SavedStep | None = None
     remark: str = ""
 
 
@@ -215,7 +215,7 @@ class BegunRun:
 
     folder: RunFolder
     record: RunRecord
-    saved: SavedStep | None
+    saved: _SavedStep | None
     remark: str
 
     @property
@@ -229,7 +229,7 @@ class BegunRun:
 class _Earlier:
     folder: RunFolder
     record: RunRecord
-    saved: SavedStep | None
+    saved: _SavedStep | None
 
     @property
     def name(self) -> str:
@@ -259,7 +259,7 @@ def begin_run(
     return BegunRun(folder, record, saved, "" if choice is None else choice.remark)
 
 
-def choose_run(base: Path, command: RunRecord, *, again: Again = "auto", resume_by: str = "") -> RunChoice:
+def choose_run(base: Path, command: RunRecord, *, again: Again = "auto", resume_by: str = "") -> _RunChoice:
     stem = _stem(command.script)
     earlier = sorted(_runs_of(base.absolute(), command.script), key=lambda run: run.record.begun_s)
     with_checkpoint = [run for run in earlier if run.saved is not None]
@@ -268,8 +268,8 @@ def choose_run(base: Path, command: RunRecord, *, again: Again = "auto", resume_
     mine = [run for run in earlier if not run.record.named and run.record.is_repeated_by(command)]
     newest = mine[-1] if mine and again == "auto" else None
     if newest is not None and newest.saved and not newest.record.did_finish and not _is_held(newest.folder):
-        return RunChoice(newest.folder, None, newest.saved)
-    return RunChoice(None, stem, remark=_remark(with_checkpoint, command, resume_by))
+        return _RunChoice(newest.folder, None, newest.saved)
+    return _RunChoice(None, stem, remark=_remark(with_checkpoint, command, resume_by))
 
 
 def _was_named(folder: RunFolder, name: str | None) -> bool:
@@ -278,7 +278,7 @@ def _was_named(folder: RunFolder, name: str | None) -> bool:
     return name is not None if before is None else before.named
 
 
-def _resumed(with_checkpoint: list[_Earlier], base: Path, command: RunRecord) -> RunChoice:
+def _resumed(with_checkpoint: list[_Earlier], base: Path, command: RunRecord) -> _RunChoice:
     if not with_checkpoint:
         raise UsageError(
             f"no run of {_short(command.script)} in {show_path(base.absolute())} has a checkpoint to resume "
@@ -287,7 +287,7 @@ def _resumed(with_checkpoint: list[_Earlier], base: Path, command: RunRecord) ->
     newest = with_checkpoint[-1]
     if _is_held(newest.folder):
         raise UsageError(f"{newest.name} goes on in another process. Wait until that has ended.")
-    return RunChoice(newest.folder, None, newest.saved)
+    return _RunChoice(newest.folder, None, newest.saved)
 
 
 def _remark(with_checkpoint: list[_Earlier], command: RunRecord, resume_by: str) -> str:

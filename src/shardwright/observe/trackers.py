@@ -73,7 +73,7 @@ _COLUMNS = ("step", *(metric for metric in Metric if metric is not Metric.MEMORY
 """All that any step may know: columns stay, and cells are empty where a step does not know a number."""
 
 
-class CsvTracker:
+class _CsvTracker:
     """Appends rows to ``metrics.csv``; a run that goes on appends to what is there."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class CsvTracker:
 _LONGEST_VALUE = 500  # of a parameter, in every store
 
 
-class MlflowTracker:
+class _MlflowTracker:
     """Logs to a run of MLflow, of the same name.
 
     ``MLFLOW_EXPERIMENT_NAME`` names its experiment ("shardwright" if unset).
@@ -138,7 +138,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id)
 
 
-class TensorBoardTracker:
+class _TensorBoardTracker:
     """Writes numbers to event files."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class _WandbTracker:
     """Logs to a run of Weights & Biases, of the same name.
 
     ``WANDB_PROJECT`` names its project ("shardwright" if unset). A run that the script has begun itself is
@@ -198,10 +198,10 @@ class WandbTracker:
 
 
 _NAMED: dict[str, Callable[[], Tracker]] = {
-    "csv": CsvTracker,
-    "mlflow": MlflowTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
+    "csv": _CsvTracker,
+    "mlflow": _MlflowTracker,
+    "tensorboard": _TensorBoardTracker,
+    "wandb": _WandbTracker,
 }
 """Each needs the package of its name."""
 

@@ -40,7 +40,7 @@ class Channels(Protocol):
         """Starts sending a tensor to a rank."""
 
 
-class Sender(Protocol):
+class _Sender(Protocol):
     """A stage of this rank, as the messages that leave it see it."""
 
     def to_send(self, microbatch: int, crossing: Crossing) -> Any:
@@ -73,7 +73,7 @@ class Messages:
             key = action.microbatch, crossing.value, crossing.target, is_gradient
             self._inbox[key] = self._channels.post_receive(crossing, source)
 
-    def send(self, action: Action, stage: Sender) -> None:
+    def send(self, action: Action, stage: _Sender) -> None:
         """Sends the values of one edge, or their gradients; the stage is the one of the action."""
         assert action.peer is not None
         program, is_gradient = self._programs[action.microbatch], action.kind is Kind.SEND_B
@@ -92,7 +92,7 @@ class Messages:
         return tensor
 
 
-class Stage(Sender, Protocol):
+class Stage(_Sender, Protocol):
     """One stage of this rank, as a front end computes it.
 
     It asks `Messages.receive` for what other ranks have made, when it comes to need it.

@@ -105,7 +105,7 @@ class Store:
 
 
 @dataclass(slots=True, kw_only=True)
-class PieceStage:
+class _PieceStage:
     """See `shardwright.runtime.action_loop.Stage`.
 
     Attributes:
@@ -232,7 +232,7 @@ class Executor:
             for program, part, used in zip(programs, parts, course.uses, strict=True)
         ]
         stages = {
-            number: PieceStage(
+            number: _PieceStage(
                 number=number, programs=programs, stores=stores, messages=messages, results=results
             )
             for number, owner in enumerate(schedule.stage_ranks)

@@ -97,7 +97,7 @@ class StepOutput(MicrobatchValues):
         return f"{type(self).__name__}({len(self)} microbatches; reduce_mean() makes one tensor of them)"
 
 
-class GradientOutput(StepOutput):
+class _GradientOutput(StepOutput):
     """The gradient of a variable of the model, over all microbatches, on the rank that holds it.
 
     Its reductions are None on the other ranks, as Keras has it of variables without gradient.
@@ -261,9 +261,9 @@ class Outputs:
             if leaf.example is None:
                 packed.append(None)
             elif not self._is_here(leaf, rank):
-                packed.append(GradientOutput(None, num_microbatches))
+                packed.append(_GradientOutput(None, num_microbatches))
             elif leaf.positions[0] in self.sums:
-                packed.append(GradientOutput(next(given), num_microbatches, is_mean=are_means))
+                packed.append(_GradientOutput(next(given), num_microbatches, is_mean=are_means))
             else:
                 parts = [
                     tf.nest.pack_sequence_as(

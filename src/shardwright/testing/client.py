@@ -24,7 +24,7 @@ _MARGIN_S = 30.0
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-class ForkServerClient:
+class _ForkServerClient:
     """Starts a fork server for the first job, and hands it one job at a time.
 
     Attributes:
@@ -145,10 +145,10 @@ def _server_environ() -> dict[str, str]:
     return environ
 
 
-_CLIENTS: dict[int, ForkServerClient] = {}
+_CLIENTS: dict[int, _ForkServerClient] = {}
 
 
-def this_process_client() -> ForkServerClient:
+def this_process_client() -> _ForkServerClient:
     """The client of the calling process; a forked child gets its own: two cannot share a socket."""
     pid = os.getpid()
     if pid not in _CLIENTS:
@@ -156,7 +156,7 @@ def this_process_client() -> ForkServerClient:
         _CLIENTS.clear()
         for client in inherited:
             client.close()
-        _CLIENTS[pid] = ForkServerClient()
+        _CLIENTS[pid] = _ForkServerClient()
     return _CLIENTS[pid]
 
 

@@ -28,7 +28,7 @@ from typing import Self
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.hosts_network import HostsNetwork, Traffic, missing_for_networks
 
-__all__ = ["Cluster", "HostOutcome", "Traffic", "missing_for_networks"]
+__all__ = ["Cluster", "Traffic", "_HostOutcome", "missing_for_networks"]
 
 _PORT = 29500
 _POLL_S = 0.02
@@ -38,7 +38,7 @@ _SHOWN = 3000
 
 
 @dataclass(frozen=True, slots=True)
-class HostOutcome:
+class _HostOutcome:
     """The outcome of one host's command.
 
     Attributes:
@@ -135,7 +135,7 @@ class Cluster:
         *,
         timeout_s: float,
         env: Mapping[str, str] | None = None,
-    ) -> list[HostOutcome]:
+    ) -> list[_HostOutcome]:
         """Runs a command on each host, at the same time.
 
         When one fails, the others get some seconds to notice it.
@@ -173,7 +173,7 @@ class Cluster:
                     self.network.end_all(host)  # torchrun gives its workers sessions of their own
                     process.wait()
             return [
-                HostOutcome(host, code, files[host].read_text(errors="replace"), seconds)
+                _HostOutcome(host, code, files[host].read_text(errors="replace"), seconds)
                 for host, (code, seconds) in enumerate(ends)
             ]
 
@@ -209,7 +209,7 @@ def _wait(
     return [ends.get(number, (None, seconds)) for number in range(len(processes))]
 
 
-def _told(outcome: HostOutcome) -> str:
+def _told(outcome: _HostOutcome) -> str:
     how = (
         "was stopped, because the time was up or another host had failed"
         if outcome.exit_code is None

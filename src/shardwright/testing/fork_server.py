@@ -41,7 +41,7 @@ from shardwright.testing.nursery import (
 from shardwright.testing.rank import STACKS_SIGNAL, Gate, run_rank
 
 
-class StoreProcess:
+class _StoreProcess:
     """Forks the process and asks it for stores."""
 
     def __init__(self, server_pid: int) -> None:
@@ -97,7 +97,7 @@ _STACKS_WAIT_S = 1.0
 _REAP_WAIT_S = 5.0
 
 
-class CallerGoneError(Exception):
+class _CallerGoneError(Exception):
     """The process that asked for the job has ended."""
 
 
@@ -114,7 +114,7 @@ class Run:
         self,
         job: Job,
         *,
-        store: StoreProcess,
+        store: _StoreProcess,
         channel: socket.socket,
         wakeup_fd: int,
         nursery: Nursery | None = None,
@@ -213,7 +213,7 @@ class Run:
         wait_s = min(max(limit_s - time.monotonic(), 0.0), 1.0)
         ready, _, _ = select.select([channel_fd, self._wakeup_fd, *gates], [], [], wait_s)
         if channel_fd in ready or os.getppid() != caller_pid:
-            raise CallerGoneError
+            raise _CallerGoneError
         if self._wakeup_fd in ready:
             os.read(self._wakeup_fd, 4096)
         for descriptor in gates.keys() & set(ready):
@@ -293,7 +293,7 @@ def _wait_until_written(stacks: list[Path]) -> None:
 _POLL_S = 1.0
 
 
-class ForkServer:
+class _ForkServer:
     """The server's state between jobs."""
 
     def __init__(self, channel: socket.socket, *, caller_pid: int, nursery: Nursery | None) -> None:
@@ -306,14 +306,14 @@ class ForkServer:
         # A byte arrives in the pipe whenever a child ends, so that select() returns at once.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        self._store = StoreProcess(os.getpid())
+        self._store = _StoreProcess(os.getpid())
 
     def serve(self) -> None:
         """Runs one job after another until the caller goes away."""
         try:
             while self._wait_for_job():
                 send(self._channel, self._answer(receive(self._channel)))
-        except (EOFError, CallerGoneError, BrokenPipeError):
+        except (EOFError, _CallerGoneError, BrokenPipeError):
             return
         finally:
             self._store.close()
@@ -340,7 +340,7 @@ class ForkServer:
                 nursery=self._nursery,
             )
             return run.statuses(caller_pid=self._caller_pid)
-        except CallerGoneError:
+        except _CallerGoneError:
             shutil.rmtree(job.folder, ignore_errors=True)  # nobody else will
             raise
         except Exception:
@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Elsewhere orphans are not adopted, and a nursery's ranks would be nobody's.
     nursery = Nursery(options.hash_seed) if sys.platform == "linux" else None
     import_always()
-    ForkServer(channel, caller_pid=options.caller_pid, nursery=nursery).serve()
+    _ForkServer(channel, caller_pid=options.caller_pid, nursery=nursery).serve()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> 
             )
 
 
-class NodeGroup(Protocol):
+class _NodeGroup(Protocol):
     """The group whose thread runs the gather: see `Communicator`."""
 
     @property
@@ -59,10 +59,10 @@ class NodeGroup(Protocol):
         """Runs the steps of a collective."""
 
 
-class NodeGather:
+class _NodeGather:
     """Gathers, on the thread of a group; see `Communicator.gather_to_nodes`."""
 
-    def __init__(self, group: NodeGroup):
+    def __init__(self, group: _NodeGroup):
         self._group = group
         self._routines: dict[tuple[int, ...], Routine] = {}
 
@@ -115,7 +115,7 @@ class Communicator:
         self._num_operations = 0
         self._failure: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._node_gather = NodeGather(self)
+        self._node_gather = _NodeGather(self)
         self._session = session
 
     def close(self) -> None:

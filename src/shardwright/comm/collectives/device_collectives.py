@@ -67,7 +67,7 @@ def _end(work: dist.Work | None) -> None:
 # Legend: N nodes, L ranks of each, C elements of a chunk.
 
 
-class HopsOverNodes:
+class _HopsOverNodes:
     """Makes the hops of a group's collectives; all nodes have as many ranks.
 
     Tensors are flat. A chunk's hops begin one after the other has ended, on the group's lane.
@@ -305,8 +305,8 @@ class DeviceCollectives:
         return self.everyone.barrier(opts)
 
     @cached_property
-    def _hops(self) -> HopsOverNodes:
-        return HopsOverNodes(self.across, self.inside, self._lanes.shared)
+    def _hops(self) -> _HopsOverNodes:
+        return _HopsOverNodes(self.across, self.inside, self._lanes.shared)
 
     def _chunk(self, collective: str, pieces: list[Tensor], op: Any = _SUM) -> int | None:
         """Elements of a piece that go at once, or 0 for all of them; None where NCCL is to do it."""

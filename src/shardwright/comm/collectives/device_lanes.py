@@ -81,7 +81,7 @@ _HIGH_PRIORITY = -1
 _Work: Any = dist.Work
 
 
-class DeviceLanes(Protocol):
+class _DeviceLanes(Protocol):
     """Runs hops, each group's in the order in which they are issued."""
 
     def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
@@ -101,7 +101,7 @@ class ThreadLanes:
         self._thread = thread
 
     def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
-        """As `DeviceLanes`."""
+        """As `_DeviceLanes`."""
 
         def task() -> list[Tensor]:
             for hop, chunk in hops.in_order():
@@ -115,11 +115,11 @@ class ThreadLanes:
         return CollectiveWork(self._thread.submit(task))
 
     def join(self) -> None:
-        """As `DeviceLanes`."""
+        """As `_DeviceLanes`."""
         self._thread.run(lambda: None)
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """As `DeviceLanes`."""
+        """As `_DeviceLanes`."""
         return tensor
 
 
@@ -140,7 +140,7 @@ class StreamLanes:
         self._streams: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
-        """As `DeviceLanes`; whether the caller waits makes no difference."""
+        """As `_DeviceLanes`; whether the caller waits makes no difference."""
         device = results[0].device
         streams = self._streams_of(device)
         current = self._cuda.current_stream(device)
@@ -161,16 +161,16 @@ class StreamLanes:
                 done[chunk] = stream.record_event()
         # Of both lanes: who waits for the last of several collectives has them all, as with NCCL.
         ends = [streams[lane].record_event() for lane in LANES]
-        return StreamWork(ends, results, futures=streams["futures"], cuda=self._cuda)
+        return _StreamWork(ends, results, futures=streams["futures"], cuda=self._cuda)
 
     def join(self) -> None:
-        """As `DeviceLanes`."""
+        """As `_DeviceLanes`."""
         for device, streams in self._streams.items():
             for lane in LANES:
                 self._cuda.current_stream(device).wait_stream(streams[lane])
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """As `DeviceLanes`."""
+        """As `_DeviceLanes`."""
         streams = self._streams_of(tensor.device)
         for lane in LANES:
             tensor.record_stream(streams[lane])
@@ -184,7 +184,7 @@ class StreamLanes:
         return self._streams[device]
 
 
-class StreamWork(_Work):  # type: ignore[misc]
+class _StreamWork(_Work):  # type: ignore[misc]
     """A collective on streams; a waiter blocks its own stream, not the host."""
 
     def __init__(self, ends: list[Any], tensors: list[Tensor], *, futures: Any, cuda: Any):
@@ -235,7 +235,7 @@ class StreamWork(_Work):  # type: ignore[misc]
         return future
 
 
-class MakeGroup(Protocol):
+class _MakeGroup(Protocol):
     """Makes a process group of some ranks; each of them calls it."""
 
     def __call__(self, store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup: ...
@@ -254,8 +254,8 @@ class Accelerator:
 
     device_type: str
     is_present: Callable[[], bool]
-    make_group: MakeGroup
-    make_lanes: Callable[[OrderedThread], DeviceLanes]
+    make_group: _MakeGroup
+    make_lanes: Callable[[OrderedThread], _DeviceLanes]
 
 
 CUDA = Accelerator("cuda", has_nccl, nccl_group, lambda thread: StreamLanes())

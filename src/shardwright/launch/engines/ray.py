@@ -94,13 +94,13 @@ class Ray:
         words = [sys.executable, "-P", "-u", "-m", "shardwright.launch.engines.ray_driver", str(task)]
         with prepared_run_folder(spec) as lock:
             replace_file(task, manifest)
-            return RayJob(spec, [HostCommand(words, environ)], ends_with_parent=waits, lock=lock)
+            return _RayJob(spec, [HostCommand(words, environ)], ends_with_parent=waits, lock=lock)
 
     def __repr__(self) -> str:
         return f"Ray(address={self.address!r})"
 
 
-class RayJob(ProcessesJob):
+class _RayJob(ProcessesJob):
     def _log_files(self) -> list[Path]:
         return [launcher_log(self.spec, 0)]
 

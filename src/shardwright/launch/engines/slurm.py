@@ -196,13 +196,13 @@ class Slurm:
                     f"sbatch accepted {script}, but its answer has no number of a job: {said!r}."
                 )
             replace_file(spec.run_folder / _NUMBER, number)
-        return SlurmJob(spec, number, poll_s=self._poll_s)
+        return _SlurmJob(spec, number, poll_s=self._poll_s)
 
     def __repr__(self) -> str:
         return f"Slurm({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
 
 
-class SlurmJob(RunningJob):
+class _SlurmJob(RunningJob):
     def __init__(self, spec: JobSpec, number: str, *, poll_s: float) -> None:
         super().__init__(spec, is_limited=True, asks_every_s=poll_s)
         self.number = number

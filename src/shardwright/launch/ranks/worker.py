@@ -48,7 +48,7 @@ _POLL_S = 0.5
 _DRAIN_S = 0.5
 
 
-class Supervisor:
+class _Supervisor:
     """Runs one script as one rank."""
 
     def __init__(
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
-    supervisor = Supervisor(
+    supervisor = _Supervisor(
         options.command[1:],  # after "--"
         environ=os.environ,
         exits=ExitLog(options.exits),

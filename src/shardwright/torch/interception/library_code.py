@@ -196,7 +196,7 @@ class _Part(nn.Module):
             self._modules[name] = parts.get(id(inner)) or _Part(inner, parts)
 
 
-class ScriptedModule(_Part):
+class _ScriptedModule(_Part):
     """Replaces a TorchScript module in a model, and calls it.
 
     The scripted module itself has its tensors only while it is called. Else there would be two owners, of
@@ -250,12 +250,12 @@ def _tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def without_scripted(module: nn.Module) -> nn.Module:
-    """Replaces each scripted module by a `ScriptedModule`, and returns the resulting model."""
+    """Replaces each scripted module by a `_ScriptedModule`, and returns the resulting model."""
     known: dict[int, nn.Module] = {}
 
     def replaced(inner: nn.Module) -> nn.Module:
         if id(inner) not in known:
-            known[id(inner)] = ScriptedModule(inner)
+            known[id(inner)] = _ScriptedModule(inner)
         return known[id(inner)]
 
     if isinstance(module, torch.jit.ScriptModule):

@@ -80,7 +80,7 @@ def _trying() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class _Trial:
     """The findings about an optimizer.
 
     Attributes:
@@ -107,7 +107,7 @@ def trial(
     method: str = "step",
     groups: Sequence[Sequence[Tensor]] | None = None,
     arguments: Arguments = ((), {}),
-) -> Trial:
+) -> _Trial:
     """Tries whether an optimizer couples parameters.
 
     It is called with the arguments, where these are plain numbers, and with a closure where that fails.
@@ -139,9 +139,9 @@ def trial(
             except Exception as error:  # whatever one raises on parameters that it was not made for
                 problem = problem or f"{type(error).__name__}: {error}"[:_MOST_LETTERS]
                 continue
-        return Trial(draws or str(found) != str(again), collects=num_collectives() > calls_before)
+        return _Trial(draws or str(found) != str(again), collects=num_collectives() > calls_before)
     inside = [trial(inner) for inner in inner_optimizers(optimizer)]
-    return next((found for found in inside if found.couples), Trial(problem=problem))
+    return next((found for found in inside if found.couples), _Trial(problem=problem))
 
 
 def _steps_of_copy(
@@ -275,7 +275,7 @@ ELEMENTWISE = frozenset(
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-_tried: "WeakKeyDictionary[Optimizer, dict[str, Trial]]" = WeakKeyDictionary()
+_tried: "WeakKeyDictionary[Optimizer, dict[str, _Trial]]" = WeakKeyDictionary()
 _untried: "WeakSet[Optimizer]" = WeakSet()  # of which a warning has said that they could not be tried
 
 
@@ -315,7 +315,7 @@ def _trial_of(
     method: str = "step",
     groups: Sequence[Sequence[Tensor]] | None = None,
     arguments: Arguments = ((), {}),
-) -> Trial:
+) -> _Trial:
     """Tries it once."""
     tried = _tried.setdefault(optimizer, {})
     if method not in tried:

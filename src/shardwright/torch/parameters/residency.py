@@ -47,7 +47,7 @@ from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.randomness import draw_as_elsewhere
 
 
-class RemoteTensor(torch.Tensor):
+class _RemoteTensor(torch.Tensor):
     """A parameter or buffer with its values on another rank, or a tensor computed from one.
 
     Attributes:
@@ -62,9 +62,9 @@ class RemoteTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, like: Tensor, first_name: str, holders: Sequence[int]) -> "RemoteTensor":
+    def __new__(cls, like: Tensor, first_name: str, holders: Sequence[int]) -> "_RemoteTensor":
         """Makes a stand-in with the metadata of `like`, which is on the meta device."""
-        remote: RemoteTensor = make_wrapper(cls, like)
+        remote: _RemoteTensor = make_wrapper(cls, like)
         remote.first_name, remote.holders = first_name, tuple(holders)
         return remote
 
@@ -79,9 +79,9 @@ class RemoteTensor(torch.Tensor):
         if takes_several(func) and len(args[0]) > 1:
             return one_by_one(func, args, kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
-        first = next(tensor for tensor in tensors if isinstance(tensor, RemoteTensor))
+        first = next(tensor for tensor in tensors if isinstance(tensor, _RemoteTensor))
         changed = _changed(func, args, kwargs)
-        if changed and all(isinstance(tensor, RemoteTensor) for tensor in changed):
+        if changed and all(isinstance(tensor, _RemoteTensor) for tensor in changed):
             draw_as_elsewhere(func, args, kwargs, first._given_up_on)
             return changed[0] if func._schema.returns else None
         if not all(tensor.is_meta for tensor in tensors) or torch.Tag.data_dependent_output in func.tags:
@@ -155,8 +155,8 @@ class RemoteTensor(torch.Tensor):
             "all ranks, with modules or parameters: inside, each rank has the values of both."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteTensor":
-        copied = RemoteTensor(self, self.first_name, self.holders)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_RemoteTensor":
+        copied = _RemoteTensor(self, self.first_name, self.holders)
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
@@ -178,7 +178,7 @@ class RemoteTensor(torch.Tensor):
 
 def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, device: torch.device) -> None:
     """Makes a parameter or buffer remote: the same object without values; frees its memory."""
-    remote = RemoteTensor(_as_meta(tensor), first_name, holders).requires_grad_(tensor.requires_grad)
+    remote = _RemoteTensor(_as_meta(tensor), first_name, holders).requires_grad_(tensor.requires_grad)
     attributes = vars(remote)
     if isinstance(tensor, nn.Parameter):
         attributes["_is_param"] = True
@@ -206,12 +206,12 @@ def without_values(
 
 def _stand_in(item: Any, name: str, holders: Sequence[int]) -> Any:
     """For a result without values; what has some is left as it is."""
-    return RemoteTensor(item, name, holders) if isinstance(item, Tensor) and item.is_meta else item
+    return _RemoteTensor(item, name, holders) if isinstance(item, Tensor) and item.is_meta else item
 
 
-def _as_given_up(remote: RemoteTensor, item: Any) -> Any:
+def _as_given_up(remote: _RemoteTensor, item: Any) -> Any:
     """A result that says where it would be, if what it comes from does."""
-    if isinstance(item, RemoteTensor):
+    if isinstance(item, _RemoteTensor):
         setattr(item, RELEASED, vars(remote).get(RELEASED))
     return item
 

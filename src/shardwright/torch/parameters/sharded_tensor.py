@@ -149,7 +149,7 @@ class ShardedTensor(torch.Tensor):
         )
 
 
-class GatheredView(torch.Tensor):
+class _GatheredView(torch.Tensor):
     """A view of a shared tensor: a part of a gathered copy, which is brought up to date before each use.
 
     What is written to it is cut again: all ranks must do it.
@@ -168,9 +168,9 @@ class GatheredView(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, part: Tensor, owner: ShardedTensor, whole: Tensor) -> "GatheredView":
+    def __new__(cls, part: Tensor, owner: ShardedTensor, whole: Tensor) -> "_GatheredView":
         """Wraps a part."""
-        made: GatheredView = make_wrapper(cls, part)
+        made: _GatheredView = make_wrapper(cls, part)
         made.part, made.owner, made.whole = part, owner, whole
         return made
 
@@ -296,17 +296,17 @@ def _gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     ordinary: dict[int, tuple[Tensor, Tensor]] = {}
 
     def gathered(item: Any) -> Any:
-        if not isinstance(item, ShardedTensor | GatheredView):
+        if not isinstance(item, ShardedTensor | _GatheredView):
             return item
         if id(item) not in ordinary:
             ordinary[id(item)] = item, item.full()
-            owner = item.owner if isinstance(item, GatheredView) else item
-            wholes[id(item)] = owner, item.whole if isinstance(item, GatheredView) else ordinary[id(item)][1]
+            owner = item.owner if isinstance(item, _GatheredView) else item
+            wholes[id(item)] = owner, item.whole if isinstance(item, _GatheredView) else ordinary[id(item)][1]
         return ordinary[id(item)][1]
 
     result = func(*map_tree(gathered, args), **map_tree(gathered, kwargs))
     for item in leaves(written_arguments(func, args, kwargs)):
-        if isinstance(item, ShardedTensor | GatheredView):
+        if isinstance(item, ShardedTensor | _GatheredView):
             owner, whole = wholes[id(item)]
             if whole.shape != owner.shape:
                 raise UsageError(
@@ -320,7 +320,7 @@ def _gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     def shown(item: Any) -> Any:
         if id(item) in given:
             return given[id(item)]
-        return GatheredView(item, *source) if source is not None and isinstance(item, Tensor) else item
+        return _GatheredView(item, *source) if source is not None and isinstance(item, Tensor) else item
 
     return map_tree(shown, result)
 

@@ -24,7 +24,7 @@ class Place(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitAttributes:
+class _UnitAttributes:
     """Attributes of modules inside a unit that its call uses besides its arguments.
 
     Attributes:
@@ -38,7 +38,7 @@ class UnitAttributes:
     left: tuple[Slot, ...] = ()
 
 
-_NO_ATTRIBUTES = UnitAttributes()
+_NO_ATTRIBUTES = _UnitAttributes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Instruction:
     divided: bool = False
     stays: tuple[int, ...] = ()
     offload: bool = False
-    attributes: UnitAttributes = _NO_ATTRIBUTES
+    attributes: _UnitAttributes = _NO_ATTRIBUTES
     shapes: tuple[tuple[int, int], ...] = ()
     expects: tuple[tuple[int, int, bool], ...] = ()
     values: Mapping[int, int] = field(default_factory=dict)
@@ -176,13 +176,13 @@ def _staying(step: Step, values: AbstractSet[int]) -> Iterator[int]:
     yield from (position for position, source in step.result.passed if given.get(source) in values)
 
 
-def _attributes(trace: Trace, step: Step, *, is_here: bool, recomputes: bool) -> UnitAttributes:
+def _attributes(trace: Trace, step: Step, *, is_here: bool, recomputes: bool) -> _UnitAttributes:
     left, uses = trace.effects.left_in_units, trace.effects.attributes
     if not isinstance(step.func, nn.Module) or not (left or uses or step.unit.found):
         return _NO_ATTRIBUTES
     inside = set(step.func.modules())
     set_before = ((use.module, use.key) for use in uses if isinstance(use.module, nn.Module))
-    return UnitAttributes(
+    return _UnitAttributes(
         arguments=found_places(step.func, step.unit.found) if step.unit.found else (),
         set_before=tuple(place for place in set_before if place[0] in inside) if recomputes else (),
         left=tuple(place for place in left if place[0] in inside) if is_here else (),

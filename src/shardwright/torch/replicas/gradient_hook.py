@@ -93,7 +93,7 @@ class GradientHook:
     function: Callable[[Any, Any], Any]
 
 
-class GradientsOfBucket:
+class _GradientsOfBucket:
     """A hook's view of a bucket: the methods of `torch.distributed.GradBucket`."""
 
     def __init__(self, buffer: Tensor, parameters: Sequence[nn.Parameter], *, index: int, is_last: bool):
@@ -155,7 +155,7 @@ class HookedBucket:
             member.parameter.grad = None
         self._work = dist.all_reduce(self._flags, group=self._group, async_op=True)
         parameters = [member.parameter for member in self.members]
-        bucket = GradientsOfBucket(buffer, parameters, index=self._index, is_last=self._is_last)
+        bucket = _GradientsOfBucket(buffer, parameters, index=self._index, is_last=self._is_last)
         self._future = self._hook.function(self._hook.state, bucket)
         if not hasattr(self._future, "wait"):
             raise UsageError(

@@ -37,7 +37,7 @@ class Move:
     comes: bool
 
 
-class LiveWindow:
+class _LiveWindow:
     """Decides which things to fetch and which to release; equal uses give equal decisions.
 
     Attributes:
@@ -230,7 +230,7 @@ class InTurns:
         self._bring = bring
         self._in_use: tuple[int, ...] = ()
         self._saved = SavedRows(self._memory_of, bring)
-        self.window = LiveWindow([parcel.size for parcel in parcels], most)
+        self.window = _LiveWindow([parcel.size for parcel in parcels], most)
         largest = max(parcels, key=lambda parcel: parcel.size)
         if largest.size > most:
             log.warning(

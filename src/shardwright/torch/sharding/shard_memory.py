@@ -59,7 +59,7 @@ class ShardMemory(Protocol):
         ...
 
 
-class HostMemory:
+class _HostMemory:
     """Memory that the ranks of a host share; each writes to its own rows."""
 
     gathers = False
@@ -92,7 +92,7 @@ class HostMemory:
         """They stay: this memory has the rows of this rank."""
 
 
-class HostsMemory:
+class _HostsMemory:
     """Each rank has its rows; all rows are gathered into memory that the ranks of a host share."""
 
     gathers = True
@@ -150,7 +150,7 @@ class HostsMemory:
         self._memory = None
 
 
-class DeviceMemory:
+class _DeviceMemory:
     """Every rank has its rows, and memory for all rows."""
 
     gathers = True
@@ -226,11 +226,11 @@ def memory_for(
     """
     layout = ShardLayout(tuple(shapes), dist.get_world_size(group))
     if not isinstance(group, ShardwrightProcessGroup):
-        return DeviceMemory(layout, dtype, group, device, number)
+        return _DeviceMemory(layout, dtype, group, device, number)
     communicator = group.communicator
     if len(communicator.topology.nodes) == 1:
-        return HostMemory(layout, dtype, communicator)
-    return HostsMemory(layout, dtype, communicator, number)
+        return _HostMemory(layout, dtype, communicator)
+    return _HostsMemory(layout, dtype, communicator, number)
 
 
 def _numbered_rows(layout: ShardLayout, dtype: torch.dtype, number: int) -> Tensor:

@@ -40,7 +40,7 @@ Bring = Callable[[Sequence[Tensor]], None]
 _PLACE = "_shardwright_absent"
 
 
-class Shown(Protocol):
+class _Shown(Protocol):
     """The holder of a parameter's forms: see `ShardedParameter`."""
 
     @property
@@ -121,7 +121,7 @@ def _parameter_of(item: Any) -> Any:
     return vars(item)[_PLACE][0].parameter if isinstance(item, AbsentParameter) else item
 
 
-def becomes_absent(parameter: Tensor, sharded: Shown, bring: Bring) -> None:
+def becomes_absent(parameter: Tensor, sharded: _Shown, bring: Bring) -> None:
     """Has a parameter bring its rows when they are needed."""
     vars(parameter)[_PLACE] = sharded, bring
     parameter.__class__ = AbsentParameter

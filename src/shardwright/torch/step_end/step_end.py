@@ -51,7 +51,7 @@ _MOST_NAMES = 3
 _MOST_FINDINGS = 4
 
 
-class Finiteness:
+class _Finiteness:
     """Whether the training steps of a model give finite numbers.
 
     With the library's loss scale, overflow is its business as long as the scale can fall; with a `GradScaler`
@@ -214,7 +214,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
-class Column(IntEnum):
+class _Column(IntEnum):
     """The columns of a rank's row; values that may be on a GPU come last.
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
@@ -251,7 +251,7 @@ class StepEnd:
     def __init__(self, context: Context, model: TrainedModel):
         self._context = context
         self._model = model
-        self.finiteness = Finiteness(context, model)
+        self.finiteness = _Finiteness(context, model)
         self.numbers = GroupNumbers(context)
         self._samples = SameSamples(context)
         self._scaling = OwnScaling(num_ranks=context.mesh.world_size, warns=context.rank == 0)
@@ -272,14 +272,14 @@ class StepEnd:
         if step == 1:
             reporter.attention_known(attention_table(self._model.get_module()))
         problem: ShardwrightError | None = frozen_otherwise(
-            self._context, self._model.get_module(), columns[Column.TRAINED], step=step
+            self._context, self._model.get_module(), columns[_Column.TRAINED], step=step
         )
-        problem = problem or self.finiteness.judge(columns[Column.LOSS :], run.losses or (), step=step)
-        numbers = [each[Column.NUMBERS : Column.LOSS] for each in rows]
+        problem = problem or self.finiteness.judge(columns[_Column.LOSS :], run.losses or (), step=step)
+        numbers = [each[_Column.NUMBERS : _Column.LOSS] for each in rows]
         problem = problem or self.numbers.judge(numbers, step=step)
-        same = self._samples.look(columns[Column.SAMPLES], step=step)
+        same = self._samples.look(columns[_Column.SAMPLES], step=step)
         problem = problem or same
-        self._scaling.look(columns[Column.SCALED])
+        self._scaling.look(columns[_Column.SCALED])
         reporter.step_done(
             run,
             rows,
@@ -290,7 +290,7 @@ class StepEnd:
         if problem is not None:
             raise problem
         self._scaling.end(self._model.get_module().parameters())
-        total: float = sum(columns[Column.WEIGHT])
+        total: float = sum(columns[_Column.WEIGHT])
         return total / len(rows)
 
     def figures_of(self, batch: Batch) -> Figures:
@@ -298,7 +298,7 @@ class StepEnd:
 
         def of(row: Row | None) -> list[float]:
             if row is None:
-                return [0.0] * len(Column)
+                return [0.0] * len(_Column)
             figures: list[float] = row_of(self._told(row, batch), self._context.device).tolist()
             return figures
 
@@ -320,10 +320,10 @@ class StepEnd:
         loss = self.finiteness.of_losses(run)
         if run.figures is not None:  # of one replica, whose ranks have the same losses
             for figures in run.figures:
-                figures[Column.WEIGHT], figures[Column.LOSS] = weight, float(loss)
+                figures[_Column.WEIGHT], figures[_Column.LOSS] = weight, float(loss)
             return run.figures
         told = self._told(run.row, batch)
-        told[Column.WEIGHT], told[Column.LOSS] = weight, loss
+        told[_Column.WEIGHT], told[_Column.LOSS] = weight, loss
         row, world = row_of(told, self._context.device), self._context.links.world
         # On a GPU this is where the host waits for the step.
         gathered = row[None] if world is None else world.gather(row, Purpose.FIGURES)

@@ -80,7 +80,7 @@ def reshapes_in_place(name: str) -> bool:
     return name in _VIEWS or name in _OTHER_MEMORY
 
 
-class ReshapedInPlace:
+class _ReshapedInPlace:
     """Makes a tensor a view of what it was."""
 
     fast = None
@@ -120,7 +120,7 @@ class ReshapedInPlace:
         )
 
 
-class OfTwoGroups:
+class _OfTwoGroups:
     """Runs an operation on tensors of two groups: each pair of lists by itself, others with whole tensors."""
 
     fast = None
@@ -156,7 +156,7 @@ def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping
     for tensor in tensors_of(args, kwargs):
         if isinstance(tensor, DividedTensor) and tensor._spec.group not in (group, group.inner):
             if group.grid is not None or tensor._spec.group.grid is not None:
-                return OfTwoGroups(func)
+                return _OfTwoGroups(func)
             raise UsageError(f"{func} got tensors of two tensor-parallel groups. Gather one: whole(tensor).")
     if group.is_inner and rule_of(func) is None and is_composite(func):
         return Composed(func)  # no autograd above has taken it apart: an outer group's rule has called it
@@ -164,7 +164,7 @@ def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping
         return found
     call = Call(func, args, kwargs, group)
     if reshapes_in_place(call.name):
-        return ReshapedInPlace(func, call.name)
+        return _ReshapedInPlace(func, call.name)
     call.outputs = _outputs_without_data(func, args, kwargs)
     chosen, has_rule = choose(call)
     kind = Decision if group.inner is None else NestedDecision

@@ -25,7 +25,7 @@ from shardwright.torch._private import StorageWeakRef, memory_of
 from shardwright.torch.tensor_parallel.spec import Transfer, transfer
 
 
-class PendingSums:
+class _PendingSums:
     """The sums already taken of one rank's partial sums."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def _is_gone(storage: StorageWeakRef) -> bool:
 MOST_KEPT = 2
 
 
-class RecentGathers:
+class _RecentGathers:
     """Whole tensors by this rank's parts. They must not be written to."""
 
     def __init__(self) -> None:
@@ -252,9 +252,9 @@ class TensorGroup:
         self.specs: dict[tuple[Any, ...], Any] = {}
         self.cuts: MutableMapping[tuple[Any, ...], Cut] = {}
         self.writes: dict[int, list[int]] = {}
-        self.sums = PendingSums()
+        self.sums = _PendingSums()
         self.between: BetweenUnits | None = None
-        self.gathers: RecentGathers | None = None
+        self.gathers: _RecentGathers | None = None
         self.lasting: set[int] = set()
         self.is_alone = False
         self.routes_tokens = False
@@ -286,7 +286,7 @@ class TensorGroup:
         """Says where tensors between units are."""
         if between.cuts:
             self.between = between
-            self.gathers = self.gathers or RecentGathers()
+            self.gathers = self.gathers or _RecentGathers()
 
     def forget_gathered(self) -> None:
         """Lets go of what was gathered last."""

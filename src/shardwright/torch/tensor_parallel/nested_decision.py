@@ -56,7 +56,7 @@ _NEW = frozenset(["new_zeros", "new_ones", "new_empty", "new_full"])
 
 def decided_by_kind(
     group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> "ByKind | None":
+) -> "_ByKind | None":
     """The decision for an operation of these kinds; None for others."""
     name = name_of(func)
     name = name[:-1] if name.endswith("_") else name
@@ -112,7 +112,7 @@ def _lie_alike(tensor: DividedTensor) -> bool:
     return local.stride() == tensor.stride() and local.storage_offset() == tensor.storage_offset()
 
 
-class ByKind:
+class _ByKind:
     """How an operation runs, without prices. It is not kept: see above."""
 
     fast = None
@@ -127,21 +127,21 @@ class ByKind:
         raise NotImplementedError
 
 
-class _LooksUp(ByKind):
+class _LooksUp(_ByKind):
     """Gathers the tensor, unless it is at hand, and looks up on all ranks."""
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self._func(at_hand(args[0]), *args[1:], **kwargs)
 
 
-class _MakesNew(ByKind):
+class _MakesNew(_ByKind):
     """Of the tensor, only its type and its device count."""
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self._func(args[0]._local, *args[1:], **kwargs)
 
 
-class _StaysSum(ByKind):
+class _StaysSum(_ByKind):
     """Gives a sum over the ranks. What is no sum counts on the first rank."""
 
     def __init__(self, group: TensorGroup, func: Any, terms: tuple[tuple[int, ...], ...]):
@@ -279,10 +279,10 @@ class NestedDecision(Decision):
 
     @property
     def _fast_kind(self) -> type[FastDecision]:
-        return NestedFastDecision
+        return _NestedFastDecision
 
 
-class NestedFastDecision(FastDecision):
+class _NestedFastDecision(FastDecision):
     """The same where tensors of the inner group may be among the arguments: they stay as they are."""
 
     __slots__ = ()

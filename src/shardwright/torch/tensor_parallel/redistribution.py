@@ -36,7 +36,7 @@ from shardwright.torch.tensor_parallel.spec import dense_strides, is_dense, loca
 
 
 @dataclass(frozen=True, slots=True)
-class MovedParts:
+class _MovedParts:
     """A change of an outer placement, as one rank of an inner group sees it.
 
     Attributes:
@@ -53,7 +53,7 @@ class MovedParts:
 
 def moved_parts(
     inner: Placement, source: Placement, target: Placement, *, rank: int, num_ranks: int
-) -> MovedParts | None:
+) -> _MovedParts | None:
     """What a change of an outer placement is for the elements of one rank.
 
     >>> heads, positions = Cut.even(1, 8, num_ranks=2), Cut.even(2, 6, num_ranks=2)
@@ -64,7 +64,7 @@ def moved_parts(
     True
     """
     if not isinstance(inner, Cut):
-        return MovedParts(source, target, inner, inner)
+        return _MovedParts(source, target, inner, inner)
     dim, whole = inner.dim, inner
     if isinstance(source, Cut) and source.dim == dim:
         if len({source.length(each) for each in range(num_ranks)}) > 1:
@@ -83,7 +83,7 @@ def moved_parts(
             return None
         after = parts[0]
         target = Cut.of(dim, ((outer, length) for outer, own, length in shared if own == rank))
-    return MovedParts(source, target, whole, after)
+    return _MovedParts(source, target, whole, after)
 
 
 def agreed_placement(inner: Placement, outer: Placement) -> str:

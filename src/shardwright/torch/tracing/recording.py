@@ -29,7 +29,7 @@ from shardwright.torch.tracing.traced_values import TracedValues
 from shardwright.torch.tracing.working_memory import WorkingMemory, working_memory
 
 
-class CallSamples:
+class _CallSamples:
     """The first call of each cost class.
 
     Attributes:
@@ -230,7 +230,7 @@ class Recording:
         self.recorder = recorder = TraceRecorder(values, self.buffers, was_there)
         self.end = EndFinder(values, recorder, at=request.ends_at, may_read=request.may_read)
         self.hidden = HiddenInputs(values)
-        self.samples = CallSamples(
+        self.samples = _CallSamples(
             values,
             request.memory,
             watch=self.hidden,

@@ -43,7 +43,7 @@ from shardwright.torch.tracing.tracer import Tracer
 from shardwright.torch.tracing.working_memory import WorkingMemory
 
 
-class TraceRun:
+class _TraceRun:
     """One run of a step function, to be traced once."""
 
     def __init__(
@@ -275,7 +275,7 @@ def _unprinted() -> Iterator[None]:
 
 
 def _traced(request: TraceRequest) -> Trace:
-    trace, changed, attributes = TraceRun(request).trace()
+    trace, changed, attributes = _TraceRun(request).trace()
     if "" in request.unit_map.modules:
         attributes = []  # the model is one unit: no code between units uses them
     if not changed and not attributes:
@@ -285,14 +285,14 @@ def _traced(request: TraceRequest) -> Trace:
     # What free operations alone write, such as a table for long sequences, every rank can write for itself.
     free = {name for name, from_units in changed.items() if not from_units}
     if free:
-        trace = TraceRun(request, state=changed.keys() - free, counters=free, watched=attributes).trace()[0]
+        trace = _TraceRun(request, state=changed.keys() - free, counters=free, watched=attributes).trace()[0]
         if trace.counters_in_one_place:
             return trace
     counters: set[str] = set()
     while True:
         try:
             kept = changed.keys() - counters
-            return TraceRun(request, state=kept, counters=counters, watched=attributes).trace()[0]
+            return _TraceRun(request, state=kept, counters=counters, watched=attributes).trace()[0]
         except DeferredReadError as error:
             # Python looks at a counter: every rank counts for itself.
             found = {name for name in error.buffers - counters if not changed[name]}
@@ -313,7 +313,7 @@ def _refuse_to_count(request: TraceRequest, changed: Mapping[str, bool], attribu
     if not leaf_buffers:
         return
     try:
-        TraceRun(request, state=changed.keys(), watched=attributes).trace()
+        _TraceRun(request, state=changed.keys(), watched=attributes).trace()
     except DeferredReadError as error:
         innermost = next(reversed(error.inside), None)
         if error.buffers & leaf_buffers and _is_leaf(innermost, request.unit_map.model):

@@ -29,7 +29,7 @@ from shardwright.torch.tracing.traced_values import TracedValues
 
 
 @dataclass(frozen=True, slots=True)
-class CallResults:
+class _CallResults:
     """The result of a call, and the tensors that it left in attributes of a unit.
 
     Attributes:
@@ -47,7 +47,7 @@ class CallResults:
     writes: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, call: TracedCall, outcome: Outcome, values: TracedValues, node: int) -> "CallResults":
+    def of(cls, call: TracedCall, outcome: Outcome, values: TracedValues, node: int) -> "_CallResults":
         """Gives a value to every new tensor."""
         sources = {id(item): position for position, item in enumerate(call.items) if is_opaque(item)}
         sources |= {id(fake): p for p, fake in enumerate(call.fakes) if isinstance(fake, Tensor)}
@@ -165,7 +165,7 @@ class TraceRecorder:
         self._note_gradient(index, call)
         changed_parameters = *self._changes.parameters(call, outcome), *outcome.written_names
         changes = self._changes.of_call(index, call, outcome)
-        results = CallResults.of(call, outcome, self._values, index)
+        results = _CallResults.of(call, outcome, self._values, index)
         self._nodes.append(self._with_outputs(node, results, outcome))
         step = Step(
             func=call.func,
@@ -188,7 +188,7 @@ class TraceRecorder:
         self.steps.append(step)
         return results.here()
 
-    def _with_outputs(self, node: Node, results: CallResults, outcome: Outcome) -> Node:
+    def _with_outputs(self, node: Node, results: _CallResults, outcome: Outcome) -> Node:
         """The node of a call, with the values that it makes and those that autograd saves."""
         outputs = tuple(value for _, value in results.writes)
         outcome.cost.ignore(self.batch_memory)
@@ -290,7 +290,7 @@ class TraceRecorder:
         return tuple(nodes)
 
 
-def _completed(unit: UnitCall, results: CallResults, outcome: Outcome) -> UnitCall:
+def _completed(unit: UnitCall, results: _CallResults, outcome: Outcome) -> UnitCall:
     """Adds to what is known of the call of a unit what it has left, and where its results lie."""
     return replace(
         unit,

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class TracedValue:
+class _TracedValue:
     """A value of the graph.
 
     Attributes:
@@ -67,17 +67,17 @@ class TracedValues:
         self.fake_mode = new_fake_mode()
         self.names = dict(names)
         self._device = device
-        self._values: list[TracedValue] = []
+        self._values: list[_TracedValue] = []
         self._value_of: dict[int, int] = {}
         self._in_memory: dict[int, list[int]] = {}
         self._fakes: dict[int, Tensor] = {}
         self._lent_for: dict[int, Tensor] = {}
         self._keep_alive: list[Tensor] = []
 
-    def __getitem__(self, value: int) -> TracedValue:
+    def __getitem__(self, value: int) -> _TracedValue:
         return self._values[value]
 
-    def __iter__(self) -> Iterator[TracedValue]:
+    def __iter__(self) -> Iterator[_TracedValue]:
         return iter(self._values)
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class TracedValues:
         value = len(self._values)
         if holder is None:
             holder = DeferredTensor(fake, value)
-        self._values.append(TracedValue(producer, position, fake, holder, fake.requires_grad))
+        self._values.append(_TracedValue(producer, position, fake, holder, fake.requires_grad))
         self._value_of[id(holder)] = value
         self._in_memory.setdefault(storage_key(fake), []).append(value)
         self._keep_alive.append(holder)

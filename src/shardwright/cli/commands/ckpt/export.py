@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.saved import SavedCheckpoint
 
 
-class Format(StrEnum):
+class _Format(StrEnum):
     HF = "hf"
     STATE_DICT = "state_dict"
 
@@ -38,7 +38,7 @@ Name = Annotated[
     str | None, typer.Option("--name", metavar="NAME", help="Which checkpoint; by default the newest.")
 ]
 Kind = Annotated[
-    Format, typer.Option("--format", help="Files for from_pretrained, or one of torch.save: model.pt.")
+    _Format, typer.Option("--format", help="Files for from_pretrained, or one of torch.save: model.pt.")
 ]
 Prefix = Annotated[
     str, typer.Option("--prefix", metavar="P", help="Take this from names of tensors: model. for example.")
@@ -59,7 +59,7 @@ def export(
     source: Source,
     to: To,
     name: Name = None,
-    kind: Kind = Format.HF,
+    kind: Kind = _Format.HF,
     prefix: Prefix = "",
     dtype: To16 = None,
     max_shard_size: ShardSize = "5GiB",
@@ -87,9 +87,9 @@ def export(
         document = read_config(saved, None)
     stored = None if dtype is None else _STORED[dtype]
     # from_pretrained ties by the configuration, and wants each tensor once.
-    ties = kind is Format.STATE_DICT or document is None
+    ties = kind is _Format.STATE_DICT or document is None
     model = ModelTensors(saved, prefix=prefix, dtype=stored, ties=ties)
-    if kind is Format.HF and document is None:
+    if kind is _Format.HF and document is None:
         _say(
             "the checkpoint has no config.json, because its module had no configuration of Hugging Face: "
             "from_pretrained needs one; --config PATH gives it"
@@ -115,14 +115,14 @@ def _verified(folder: "CheckpointFolder", name: str) -> "SavedCheckpoint":
 
 
 def _written(
-    model: "ModelTensors", to: Path, *, kind: Format, config: dict[str, object] | None, most_bytes: int
+    model: "ModelTensors", to: Path, *, kind: _Format, config: dict[str, object] | None, most_bytes: int
 ) -> "Exported":
     from shardwright.checkpoint.hugging_face import export_files
 
     def say(name: str) -> None:
         _say(f"writing {to / name} ...")
 
-    if kind is Format.HF:
+    if kind is _Format.HF:
         return export_files(model, to, config=config, max_shard_bytes=most_bytes, tell=say)
     from shardwright.torch.checkpoints.state_dict_files import export_state_dict
 

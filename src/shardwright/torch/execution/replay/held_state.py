@@ -70,7 +70,7 @@ class ImpureError(Exception):
     """Code does what a replay would not do, or reads what cannot be compared."""
 
 
-class TooMuchError(ImpureError):
+class _TooMuchError(ImpureError):
     """There is more than can be compared in each batch."""
 
 
@@ -168,7 +168,7 @@ class HeldState:
         try:
             self._look_into(item, name, is_named)
         except ImpureError as error:
-            if is_named or isinstance(error, TooMuchError):
+            if is_named or isinstance(error, _TooMuchError):
                 raise  # else: what code does not name, it may hold
 
     def _look_into(self, item: Any, name: str, is_named: bool) -> None:
@@ -272,7 +272,7 @@ class HeldState:
 
     def _go_on_with(self, name: str, entries: Mapping[Any, Any], *, is_named: bool) -> None:
         if len(self._held) > _MOST_HOLDERS:
-            raise TooMuchError(f"more than {_MOST_HOLDERS} objects are in reach of the code between units")
+            raise _TooMuchError(f"more than {_MOST_HOLDERS} objects are in reach of the code between units")
         for key, entry in entries.items():
             self._go_on(entry, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", is_named)
 

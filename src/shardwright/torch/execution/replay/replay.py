@@ -42,7 +42,7 @@ class _NoState:
         pass
 
 
-class ReplayedMicrobatch:
+class _ReplayedMicrobatch:
     """A microbatch that is run from a list of calls; see `Microbatch` for what the executor asks of it."""
 
     is_behind_end = False
@@ -175,11 +175,11 @@ class Replay:
 
     def microbatch(
         self, index: int, part: Any, shared: SharedByMicrobatches, *, from_list: bool
-    ) -> Microbatch | ReplayedMicrobatch:
+    ) -> Microbatch | _ReplayedMicrobatch:
         """A microbatch of the batch."""
         if from_list:
             assert self._flat is not None
-            return ReplayedMicrobatch(index, self._program, self._flat, part.leaves, shared)
+            return _ReplayedMicrobatch(index, self._program, self._flat, part.leaves, shared)
         recording, self._recording = self._recording, None
         if recording is None:
             return Microbatch(index, self._program, part.arguments, shared)

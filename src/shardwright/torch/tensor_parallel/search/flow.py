@@ -30,7 +30,7 @@ from shardwright.torch.tensor_parallel.spec import matching_dims
 
 
 @dataclass(slots=True)
-class Passed:
+class _Passed:
     """What became of a plan in a step.
 
     Attributes:
@@ -88,11 +88,11 @@ class Flow:
         *,
         watch: Callable[[Operation, list[Placement]], None] | None = None,
         all_whole: bool = False,
-    ) -> Passed:
+    ) -> _Passed:
         """Follows a plan."""
         recording = self.recording
         state = self._begin(plan, enters=watch is None and not all_whole)
-        passed = Passed()
+        passed = _Passed()
         for operation, whole_work_s in zip(recording.operations, self._whole_work_s, strict=True):
             if operation.index == recording.num_forward:
                 passed.forward_work_s = passed.work_s
@@ -138,7 +138,7 @@ class Flow:
         self._group.cuts.clear()
         return _Pass(placed, touched, list(recording.memories), [False] * len(placed))
 
-    def _exchange(self, way: Way, state: _Pass, passed: Passed) -> None:
+    def _exchange(self, way: Way, state: _Pass, passed: _Passed) -> None:
         """Takes what an operation makes whole, or cuts, of what others see, too."""
         memories = state.memories
         for number, time_s in way.sums:
@@ -178,7 +178,7 @@ class Flow:
                     memories[number] = -1 - number
         self._group.cuts.update(way.cuts)
 
-    def _settle(self, passed: Passed, placed: list[Placement]) -> None:
+    def _settle(self, passed: _Passed, placed: list[Placement]) -> None:
         recording = self.recording
         for name, number in recording.gradients.items():
             target = placed[recording.parameters[name]]
@@ -187,7 +187,7 @@ class Flow:
             if isinstance(target, Whole) and isinstance(found, Cut):
                 _add(passed.wants, name, found)
 
-    def _want(self, passed: Passed, number: int, cut: Cut) -> None:
+    def _want(self, passed: _Passed, number: int, cut: Cut) -> None:
         view = self._parameter_views.get(number)
         if view is not None:
             name, dims = view

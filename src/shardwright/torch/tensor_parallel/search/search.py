@@ -35,7 +35,7 @@ from shardwright.torch.tensor_parallel.search.ways import (
 
 
 @dataclass(slots=True)
-class UnitKind:
+class _UnitKind:
     """Units that are alike.
 
     Attributes:
@@ -53,7 +53,7 @@ class UnitKind:
     @classmethod
     def of(
         cls, units: list[tuple[str, Unit]], group: TensorGroup, between: BetweenUnits | None
-    ) -> "UnitKind":
+    ) -> "_UnitKind":
         """Records one of some units that are alike."""
         unit, recording = recorded(units[0][1])
         reasons = {name: each.reason for name, each in unit.kept_whole.items()}
@@ -157,7 +157,7 @@ class _Search:
             kind: object = (name,) if apart else kind_of(unit.module, unit.args, unit.kwargs)
             key = kind, pins_within(name, unit, pinned)
             by_kind.setdefault(key, []).append((name, unit))
-        self._kinds = [UnitKind.of(each, group, between) for each in by_kind.values()]
+        self._kinds = [_UnitKind.of(each, group, between) for each in by_kind.values()]
         self._roles = roles_of([kind.units for kind in self._kinds], pinned)
         for index, role in enumerate(self._roles):
             for kind, name in role.members:

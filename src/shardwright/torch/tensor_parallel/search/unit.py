@@ -103,7 +103,7 @@ def _plain_run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return module(*args, **kwargs)
 
 
-class Following(Protocol):
+class _Following(Protocol):
     """Operations behind a unit that take its results as ranks have them: `torch/tracing/divided_tail.py`.
 
     Attributes:
@@ -142,7 +142,7 @@ class Unit:
     module: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    following: Callable[[Material], Following] | None = None
+    following: Callable[[Material], _Following] | None = None
     shared: frozenset[int] = frozenset()
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
     run: Run = _plain_run
