@@ -1,19 +1,14 @@
-"""Gives a model the same registration order on all ranks.
+"""Refuses a model that ranks have registered in different orders, or that is not the same on all of them.
 
 A model may register its parts in another order on each rank: a loop over a set of names has its own order in
-each interpreter. Ranks match messages by name, so all of them follow the order of the first::
+each interpreter. Then first values are drawn in another order, too, and walks over parameters do not match::
 
-    rank 0    audio, video, text    rank 0    audio, video, text
-    rank 1    text, audio, video    rank 1    audio, video, text      and whoever walks through the model
-                                                                      comes to the same names in turn
-
-So every walk over parameters, buffers and modules is the same on all ranks. If the names differ, or the
-tensors under a name, the ranks do not have the same model.
+    rank 0    audio, video, text
+    rank 1    text, audio, video      refused: write sorted(names)
 """
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -27,12 +22,6 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 from shardwright.torch._private import non_persistent_buffers_of
-from shardwright.torch.parameters.delayed_initialization import is_recorded
-
-log = logging.getLogger(__name__)
-
-_IN_ORDER = (nn.Sequential, nn.ModuleList)
-"""Modules whose order is what they compute."""
 
 
 class WrappedOptimizer(Protocol):
@@ -111,11 +100,7 @@ class _Table:
 
 
 def agree_on_registration(model: nn.Module, context: Context) -> None:
-    """Brings the parts of a model into the order that they have on the first rank; collective over all ranks.
-
-    Where that is another one, first values were drawn in another order, too: ranks of a pipeline take those
-    of the first one.
-    """
+    """Refuses ranks whose models have other parts, or in another order; collective over all ranks."""
     if context.links.world is None:
         return
     own = _Table.of(model, context.optimizers)
@@ -123,20 +108,11 @@ def agree_on_registration(model: nn.Module, context: Context) -> None:
     digests = context.links.world.gather(digest, Purpose.AGREEMENT).tolist()
     if len(set(digests)) == 1:
         return
-    tables = [_Table(**told) for told in tell_all(asdict(own))]
-    for rank, table in enumerate(tables):
-        _refuse_other_parts(tables[0], table, rank)
-    _refuse_other_sequences(model, tables)
-    _reorder(model, tables[0])
-    if context.rank == 0:
-        other = next(rank for rank, each in enumerate(digests) if each != digests[0])
-        log.warning(
-            "the model registers its parts in another order on rank %d than on rank 0 (a loop over a set?): "
-            "all ranks follow rank 0, in its order and with its first values",
-            other,
-        )
-    if context.mesh.spreads_model:
-        _share_first_values(model, context)
+    first, *others = (_Table(**told) for told in tell_all(asdict(own)))
+    for rank, table in enumerate(others, start=1):
+        _refuse_other_parts(first, table, rank)
+    for rank, table in enumerate(others, start=1):
+        _refuse_other_order(first, table, rank)
 
 
 def in_order(parameters: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
@@ -195,50 +171,14 @@ def _refuse_other_parts(first: _Table, table: _Table, rank: int) -> None:
             )
 
 
-def _refuse_other_sequences(model: nn.Module, tables: list[_Table]) -> None:
-    """Refuses other orders where these are what is computed; the same on all ranks."""
-    sequences = [path for path, module in _modules(model) if isinstance(module, _IN_ORDER)]
-    for rank, table in enumerate(tables):
-        for path in sequences:
-            one, other = tables[0].modules[path], table.modules[path]
-            if one != other:
-                a, b = next(pair for pair in zip(one, other, strict=True) if pair[0] != pair[1])
-                raise UsageError(
-                    f"ranks 0 and {rank} have different models: {path or 'the model'} calls {a} on rank 0 "
-                    f"where it calls {b} on rank {rank}. Register its modules in one order on all ranks, for "
-                    "example in a loop over sorted(names) in the place of a set."
-                )
-
-
-def _reorder(model: nn.Module, first: _Table) -> None:
-    for path, module in list(_modules(model)):
-        _sort(module._modules, first.modules[path])
-        for registry in (module._parameters, module._buffers):
-            _sort(registry, [key for key in first.tensors[path] if key in registry])
-
-
-def _sort(registry: Any, wanted: list[str]) -> None:
-    """Brings what a dictionary has into an order; what is not named comes last."""
-    if [key for key in registry if key in set(wanted)] == wanted:
-        return
-    content = dict(registry)
-    registry.clear()
-    registry.update({key: content.pop(key) for key in wanted})
-    registry.update(content)
-
-
-@torch.no_grad()
-def _share_first_values(model: nn.Module, context: Context) -> None:
-    """Gives all ranks the parameters and buffers of the first one."""
-    assert context.links.world is not None
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_recorded(tensor):
-            raise UsageError(
-                f"{name} waits for its first values (sw.delay_param_initialization), and the ranks draw them "
-                "in other orders, as they register the parts of the model in other ones. Register them in "
-                "one order on every rank, for example in a loop over sorted(names) in the place of a set."
-            )
-        if tensor.numel() and not tensor.is_meta:
-            values = tensor.detach().to(context.device).contiguous()
-            context.links.world.broadcast([values], 0, Purpose.AGREEMENT)
-            tensor.detach().copy_(values)
+def _refuse_other_order(first: _Table, table: _Table, rank: int) -> None:
+    for one, other in ((first.modules, table.modules), (first.tensors, table.tensors)):
+        for path, names in one.items():
+            for expected, found in zip(names, other[path], strict=True):
+                if expected != found:
+                    raise UsageError(
+                        f"ranks 0 and {rank} have different models: {path or 'the model'} registers "
+                        f"{expected} on rank 0 where it registers {found} on rank {rank}. Register its parts "
+                        "in one order on all ranks, for example in a loop over sorted(names) in the place of "
+                        "a set."
+                    )
