@@ -7,15 +7,15 @@
                └─► waterfall: the same rows, with one effect after the other taken away
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 
 from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.plan import Plan, Prediction
 from shardwright.plan.prediction import Conditions, LinkConditions
-from shardwright.quantities import MOST_TIMES, counted, format_bytes
+from shardwright.quantities import counted, format_bytes
 from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
 
 
@@ -129,37 +129,15 @@ class Change:
     Attributes:
         num_microbatches: into which the same batch is split; costs, messages and activations of one are
             taken to shrink in proportion. None: as planned.
-        kind: another schedule family for the same stages on the same ranks; None: as planned.
-        slow: pipeline rank -> factor on the seconds of its actions.
         compute_rate: how many times as fast every rank computes.
         bandwidth: factor on the bandwidth of all links.
         latency: factor on the latency of all links.
     """
 
     num_microbatches: int | None = None
-    kind: str | None = None
-    slow: Mapping[int, float] = field(default_factory=dict)
     compute_rate: float = 1.0
     bandwidth: float = 1.0
     latency: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.num_microbatches is not None and self.num_microbatches < 1:
-            raise PlanError(
-                f"{self.num_microbatches} microbatches were asked for, but a batch has at least 1."
-            )
-        factors = {f"slow rank {rank}": factor for rank, factor in self.slow.items()}
-        factors |= {"compute_rate": self.compute_rate, "bandwidth": self.bandwidth}
-        for name, factor in factors.items():
-            if not 1 / MOST_TIMES <= factor <= MOST_TIMES:
-                raise PlanError(
-                    f"the factor of {name} is {factor:g}, but it must be from {1 / MOST_TIMES:g} to "
-                    f"{MOST_TIMES:g}."
-                )
-        if not 0 <= self.latency <= MOST_TIMES:
-            raise PlanError(
-                f"the factor of latency is {self.latency:g}, but it must be from 0 to {MOST_TIMES:g}."
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,27 +190,20 @@ def base_setting(plan: Plan) -> Setting:
 def change_setting(plan: Plan, change: Change) -> Setting:
     """The conditions of a plan with something changed."""
     base, conditions = base_setting(plan), _prediction(plan).conditions
-    if conditions is None and (change.bandwidth, change.latency) != (1.0, 1.0):
-        raise PlanError(
-            "other links were asked for, but this plan does not say which links it was made for: an older "
-            "version wrote it. Make it anew: shardwright plan, or run the script again."
-        )
-    _check_ranks(plan, change)
     microbatches = change.num_microbatches or plan.schedule.microbatches
     _check_length(len(plan.stages), microbatches)
     share = plan.schedule.microbatches / microbatches
     costs = tuple(
         _other_links(
-            cost.scaled(seconds=share * change.slow.get(rank, 1.0) / change.compute_rate, num_bytes=share),
+            cost.scaled(seconds=share / change.compute_rate, num_bytes=share),
             *_exchange_seconds(plan, stage, share=share, change=change),
         )
-        for stage, (cost, rank) in enumerate(zip(base.costs, plan.stage_ranks, strict=True))
+        for stage, cost in enumerate(base.costs)
     )
-    same_order = change.kind in (None, plan.schedule.kind) and microbatches == plan.schedule.microbatches
     schedule = base.schedule
-    if not same_order:
+    if microbatches != plan.schedule.microbatches:
         schedule = build_schedule(
-            change.kind or plan.schedule.kind,
+            plan.schedule.kind,
             stage_ranks=plan.stage_ranks,
             num_microbatches=microbatches,
             active_microbatches=plan.schedule.active_microbatches,
@@ -255,7 +226,7 @@ def _exchange_seconds(plan: Plan, stage: int, *, share: float, change: Change) -
     of_both = (predicted.forward_exchange_s, predicted.backward_exchange_s)
     if plan.tensor is None or sum(of_both) == 0:
         return 0.0, 0.0
-    rate = change.slow.get(plan.stage_ranks[stage], 1.0) / change.compute_rate
+    rate = 1 / change.compute_rate
     bytes_share = min(1.0, predicted.exchange_bytes / plan.tensor.prices.bandwidth_Bps / sum(of_both))
     changed = share * bytes_share / change.bandwidth + (1 - bytes_share) * change.latency
     forward_s, backward_s = (seconds * (changed - share * rate) for seconds in of_both)
@@ -306,15 +277,6 @@ def _prediction(plan: Plan) -> Prediction:
             "or the field was removed. Make a plan with one: shardwright plan model.py:build -n N"
         )
     return plan.prediction
-
-
-def _check_ranks(plan: Plan, change: Change) -> None:
-    for rank in change.slow:
-        if not 0 <= rank < plan.mesh.pipeline:
-            raise PlanError(
-                f"rank {rank} was to be slow, but the plan has the pipeline ranks 0 to "
-                f"{plan.mesh.pipeline - 1}. Name one of them."
-            )
 
 
 def _edges(conditions: Conditions, *, share: float = 1.0) -> tuple[Edge, ...]:

@@ -72,31 +72,6 @@ def test_what_cannot_be_searched(capsys, words, message):
     assert message in err
 
 
-def test_why_not(capsys):
-    words = ("search", *NEOX, "-b", "512", "--why-not", "tensor=8,pipeline=4")
-    code, out, _ = call(capsys, *words)
-    assert code == 0
-    assert "The best with tensor=8, pipeline=4" in out
-    code, out, _ = call(capsys, *words, "--json")
-    found = json.loads(out)
-    assert found["fits"] is True
-    assert found["wanted"]["step_s"] > found["best"]["step_s"]
-
-
-def test_what_if(capsys):
-    words = ("search", *NEOX, "-b", "512", "--what-if")
-    code, out, _ = call(capsys, *words, "network=4")
-    assert code == 0
-    assert "times as many tokens a second" in out
-    code, out, _ = call(capsys, *words, "network=4", "--json")
-    found = json.loads(out)
-    assert found["times_the_tokens_per_s"] > 1.0
-    assert found["then"]["step_s"] < found["now"]["step_s"]
-    code, _, err = call(capsys, *words, "memory=0")
-    assert code == 2
-    assert "memory is 0, but it must be from 0.001 to 1000" in err
-
-
 def test_catalogue(capsys):
     code, out, _ = call(capsys, "catalogue")
     assert code == 0

@@ -59,10 +59,7 @@ def shown(tmp_path, monkeypatch, capsys):
         ("runs",),
         ("schedule", "zb_v", "-n", "4", "--microbatches", "16"),
         ("search", *TASK),
-        ("explain", "b", "--what-if", "slow1=2"),
         ("trace", "cli.models:build"),
-        ("search", *TASK, "--what-if", "network=4"),
-        ("search", *TASK, "--why-not", "tensor=8,pipeline=2"),
     ],
     ids=" ".join,
 )

@@ -33,11 +33,11 @@ _INSTEAD = {
     "ckpt recover": "No list of them can be lost. To read all: shardwright ckpt verify runs/NAME",
     "schedule show": "schedule itself draws one: shardwright schedule 1f1b -n 4",
     "schedule export": "To see one: shardwright schedule KIND; build_schedule returns its actions",
-    "schedule check": "To check one: shardwright.schedule.build raises what is wrong",
-    "why-not": f"To compare what you have in mind with the best: {_TASK} --why-not tensor=8,pipeline=4",
-    "what-if": f"To compare with other machines: {_TASK} --what-if network=4",
+    "schedule check": "To check one: shardwright.schedule.validate raises what is wrong",
+    "why-not": f"To see the best that has something: {_TASK} --pin tensor=8 --pin pipeline=4",
+    "what-if": "Search once more, with other machines, or a file: shardwright catalogue MACHINES -o FILE",
     "cheapest": f"To choose the number of machines: {_TASK} --tokens 300e9 --days 10",
-    "simulate": "To play a plan out otherwise: shardwright explain PLAN --what-if slow1=1.5",
+    "simulate": "What would change a plan's step: shardwright explain PLAN",
     "cluster": "To see machines, or write their file: shardwright catalogue MACHINES -o FILE",
     "resume": "To continue a run: shardwright run --resume train.py",
     "watch": "A run prints its progress; its steps, as they come: tail -f runs/NAME/metrics.jsonl",
@@ -54,6 +54,14 @@ _OPTIONS_THAT_WERE = {
     **dict.fromkeys(
         ("plan --verify", "plan --trial-steps"),
         "To try plans here: run each with shardwright run --plan FILE; shardwright runs lists their speed.",
+    ),
+    "search --why-not": "To see the best that has something: --pin tensor=8 --pin pipeline=4",
+    "search --what-if": "Search once more, with other machines or a file of them: shardwright catalogue "
+    "MACHINES -o FILE",
+    **dict.fromkeys(
+        ("explain --what-if", "explain --trace"),
+        "What would change the step is below what it is spent on; a plan with other settings: shardwright "
+        "plan --set microbatches=8; the timeline: shardwright report.",
     ),
     "plan --machine": "Name the machines, or their file, by --cluster; to write one that you can edit: "
     "shardwright catalogue p4d.24xlarge -o mine.yaml",

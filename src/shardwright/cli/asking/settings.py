@@ -1,6 +1,6 @@
 """Parses settings, and other NAME=VALUE words, from the command line."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,28 +60,3 @@ def _value(word: str, value: str) -> Any:
         if not error.is_other_text:
             raise UsageError(f"--set {printable(word[:200])}: {error}.") from None
         return value
-
-
-def named_values(words: Sequence[str], *, option: str, names: Collection[str]) -> dict[str, str]:
-    """Reads ``name=value`` words whose names are known, up to digits behind them.
-
-    >>> named_values(["slow1=2", "latency=3"], option="--what-if", names=["slow", "latency"])
-    {'slow1': '2', 'latency': '3'}
-    """
-    found: dict[str, str] = {}
-    for word in words:
-        name, equals, value = (part.strip() for part in word.partition("="))
-        if not equals or not value or name.rstrip("0123456789") not in names:
-            raise UsageError(
-                f"{option} {printable(word[:80])}: write NAME=VALUE, with one of {', '.join(names)}."
-            )
-        found[name] = value
-    return found
-
-
-def number_of(name: str, text: str, kind: type[int] | type[float] = float) -> Any:
-    try:
-        return kind(text[:40])
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise UsageError(f"{name} is {printable(text[:40])}, but it must be {what}.") from None

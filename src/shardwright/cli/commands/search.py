@@ -1,4 +1,4 @@
-"""``shardwright search``: the best way to train a model on machines, and three questions about it."""
+"""``shardwright search``: the best way to train a model on machines, and how many of them to take."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,6 @@ from shardwright.cli.asking.model import (
     model_of,
     write_plan,
 )
-from shardwright.cli.asking.settings import named_values, number_of
 from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
 from shardwright.quantities import format_bytes, format_parameters, format_seconds
 from shardwright.text import align
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 
 _OBJECTIVES = ("speed", "memory", "batch")
-_CHANGES = ("machines", "batch", "sequence", "network", "links", "memory")
-_MOST_TIMES = 1000.0
 _DAY_S, _MOST_DAYS = 86400.0, 1e6
 _LEGEND = "m: microbatches of a step; mbs: samples of each; apart: how much slower than the first"
 
@@ -58,18 +55,6 @@ def search(
     objective: Annotated[
         str, typer.Option("--objective", help="What counts: speed, memory, or the largest batch.")
     ] = "speed",
-    why_not: Annotated[
-        list[str] | None,
-        typer.Option("--why-not", metavar="NAME=VALUE", help="Compare the best with the best that has this."),
-    ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if",
-            metavar="NAME=VALUE",
-            help="Compare with other machines, batch or sequence; network, links or memory so many times.",
-        ),
-    ] = None,
     tokens: Annotated[
         float | None,
         typer.Option("--tokens", help="Of a whole training, such as 300e9: how many of MACHINES to take."),
@@ -93,17 +78,12 @@ def search(
 
     shardwright search model.py:build "p4d.24xlarge*4" --batch 512 --only-what-runs -o plan.json
     """
-    asked = [
-        name
-        for name, value in (("--why-not", why_not), ("--what-if", what_if), ("--tokens", tokens is not None))
-        if value
-    ]
     with_plan = [
         name for name, value in (("--objective", objective != "speed"), ("--output", output)) if value
     ]
-    if len(asked) > 1 or (asked and with_plan):
+    if tokens is not None and with_plan:
         raise UsageError(
-            f"{' and '.join([*asked, *with_plan])} are questions of their own. Ask one at a time."
+            f"{' and '.join(['--tokens', *with_plan])} are questions of their own. Ask one at a time."
         )
     if objective not in _OBJECTIVES:
         raise UsageError(f"--objective is {objective!r}, but it must be one of {', '.join(_OBJECTIVES)}.")
@@ -128,11 +108,7 @@ def search(
         only_what_runs=only_what_runs,
         pins=parse_pins(pin or ()),
     )
-    if why_not:
-        _tell_why_not(task, parse_pins(why_not), as_json=as_json)
-    elif what_if:
-        _tell_what_if(task, what_if, as_json=as_json)
-    elif tokens is not None:
+    if tokens is not None:
         _tell_how_many(task, tokens, days, as_json=as_json)
     else:
         _tell_best(task, sample, objective, output, as_json=as_json)
@@ -248,65 +224,6 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
     if not best.not_run_yet:
         parts.append(f"settings: {{{settings}}}")
     return "\n\n".join(parts)
-
-
-def _tell_why_not(task: "Task", pins: dict[str, int], *, as_json: bool) -> None:
-    from shardwright.planner.ways.answers import why_not
-
-    found = why_not(task, pins)
-    if as_json:
-        ways = {"best": found.best.to_dict(), "wanted": found.wanted.to_dict(), "fits": found.fits}
-        print_json(ways | {"sentences": found.sentences})
-    else:
-        show_text("\n".join(found.sentences))
-
-
-def _tell_what_if(task: "Task", words: Sequence[str], *, as_json: bool) -> None:
-    from shardwright.planner.ways import search as search_all
-
-    now, then = (search_all(each).best for each in (task, _changed(task, words)))
-    ratio = then.tokens_per_s / now.tokens_per_s
-    if as_json:
-        print_json({"now": now.to_dict(), "then": then.to_dict(), "times_the_tokens_per_s": ratio})
-        return
-    rows = [["", "step", f"{task.unit}/s", "memory", "way"]]
-    for name, best in (("now", now), ("then", then)):
-        rate = f"{best.tokens_per_s:,.0f}"
-        rows.append([name, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes), best.title])
-    show_text(f"{align(rows)}\n\n{ratio:.2f} times as many {task.unit} a second.")
-
-
-def _changed(task: "Task", words: Sequence[str]) -> "Task":
-    from shardwright.cluster import find_machines
-
-    given = named_values(words, option="--what-if", names=_CHANGES)
-    times = {name: number_of(name, given.get(name, "1")) for name in ("network", "links", "memory")}
-    for name, factor in times.items():
-        if not 1 / _MOST_TIMES <= factor <= _MOST_TIMES:
-            raise UsageError(
-                f"{name} is {factor:g}, but it must be from {1 / _MOST_TIMES:g} to {_MOST_TIMES:g}."
-            )
-    found = find_machines(given["machines"]) if "machines" in given else task.machines
-
-    def faster(kind: Any) -> Any:
-        memory = int(kind.accelerator.memory_bytes * times["memory"])
-        return replace(
-            kind,
-            network_Bps=kind.network_Bps * times["network"],
-            link_Bps=kind.link_Bps * times["links"],
-            accelerator=replace(kind.accelerator, memory_bytes=memory),
-        )
-
-    between = found.between_kinds_Bps
-    return replace(
-        task,
-        machines=replace(
-            found,
-            nodes=tuple((faster(kind), number) for kind, number in found.nodes),
-            between_kinds_Bps=None if between is None else between * times["network"],
-        ),
-        **{name: number_of(name, given[name], int) for name in ("batch", "sequence") if name in given},
-    )
 
 
 def _tell_how_many(task: "Task", tokens: float, days: float | None, *, as_json: bool) -> None:

@@ -13,7 +13,6 @@ from shardwright.cluster import parse_inventory
 from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKind
 from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.planner.ways import Task, search, way_of
-from shardwright.planner.ways.answers import why_not
 from shardwright.planner.ways.space import all_ways
 from shardwright.planner.ways.way import fits, prices_of, with_least_recomputation
 
@@ -161,10 +160,6 @@ def test_too_little_memory_of_hosts_is_told():
     task = Task(model=find_architecture("gpt2-1.5b"), machines=machines, batch=64)
     with pytest.raises(InfeasiblePlanError, match="what it offloads is more than the 819"):
         search(replace(task, pins={"offload": 1}))
-    told = why_not(task, {"offload": 1})
-    assert not told.fits
-    assert "of the host's memory that a rank may use" in told.sentences[1]
-    assert "too much" not in told.sentences[1]
 
 
 def test_the_faster_way_to_gather_is_taken_and_told():
@@ -270,18 +265,6 @@ def test_what_does_not_fit_says_what_would_help():
         else:
             with pytest.raises(InfeasiblePlanError):
                 search(there)
-
-
-def test_why_not():
-    task = Task(
-        model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
-    )
-    slower = "\n".join(why_not(task, {"tensor": 8, "pipeline": 4}).sentences)
-    assert "The best with tensor=8, pipeline=4: tensor 8, pipeline 4" in slower
-    assert "Where it differs: tensor parallel collectives +" in slower
-    larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}).sentences)
-    assert "nothing fits" in larger
-    assert "too much" in larger
 
 
 def test_pipelines_stay_inside_of_nodes_where_networks_are_slow():
