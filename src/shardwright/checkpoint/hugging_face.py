@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.checkpoint.disk import Disk, fresh_folder
 from shardwright.checkpoint.float_types import FLOATS, converted
 from shardwright.checkpoint.safe_files import parse, read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_file import ITEM_BYTES, TensorSource, streamed_content
-from shardwright.checkpoint.tensor_index import MODEL, Box, boxes_of_range, in_order, without_prefix
+from shardwright.checkpoint.tensor_index import MODEL, in_order, without_prefix
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
 TIES = "ties.json"

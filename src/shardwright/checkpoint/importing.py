@@ -20,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import MANIFEST, Disk, FileEntry, is_plain_name
 from shardwright.checkpoint.folder import CheckpointFolder, Commit
 from shardwright.checkpoint.hugging_face import CONFIG
@@ -28,7 +29,6 @@ from shardwright.checkpoint.tensor_file import TensorFile, TensorSource, streame
 from shardwright.checkpoint.tensor_index import (
     INDEX,
     MODEL,
-    Box,
     Piece,
     TensorEntry,
     TensorIndex,

@@ -6,10 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk, FileEntry, Manifest
 from shardwright.checkpoint.safe_files import parse, read_regular, reading
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile, file_content
-from shardwright.checkpoint.tensor_index import INDEX, Box, Piece, TensorEntry, TensorIndex
+from shardwright.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex
 from shardwright.errors import CorruptCheckpointError
 
 

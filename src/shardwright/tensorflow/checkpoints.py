@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.saved import (
@@ -19,7 +20,7 @@ from shardwright.checkpoint.saved import (
     TensorPart,
 )
 from shardwright.checkpoint.tensor_file import StoredTensor
-from shardwright.checkpoint.tensor_index import MODEL, Box
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, on_every_rank

@@ -4,11 +4,12 @@ import array
 from math import nan
 from pathlib import Path
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.saved import TensorPart, add_tensors
 from shardwright.checkpoint.tensor_file import StoredTensor
-from shardwright.checkpoint.tensor_index import INDEX, Box, TensorIndex
+from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 
 ROWS = 8
 

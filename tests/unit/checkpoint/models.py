@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.saved import TensorPart, add_tensors
-from shardwright.checkpoint.tensor_index import INDEX, Box, TensorIndex
+from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.torch.checkpoints.state_dict_files import stored
 
 

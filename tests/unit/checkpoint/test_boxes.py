@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.checkpoint.tensor_index import Box, boxes_of_range, covered_once
+from shardwright.checkpoint.boxes import Box, boxes_of_range, covered_once
 
 _SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import SavedCheckpoint
-from shardwright.checkpoint.tensor_index import MODEL, Box
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError
 from shardwright.text import shortened
 from shardwright.torch._private import non_persistent_buffers

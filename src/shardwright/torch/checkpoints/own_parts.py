@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.checkpoint.saved import TensorPart
 from shardwright.checkpoint.tensor_file import StoredTensor
-from shardwright.checkpoint.tensor_index import MODEL, Box, boxes_of_range
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.state_dict_files import stored

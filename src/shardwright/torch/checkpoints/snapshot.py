@@ -22,12 +22,13 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Record
 from shardwright.checkpoint.importing import STATE
 from shardwright.checkpoint.safe_files import parse
 from shardwright.checkpoint.saved import TensorPart
 from shardwright.checkpoint.tensor_file import StoredTensor
-from shardwright.checkpoint.tensor_index import MODEL, Box
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.mesh import Mesh
 from shardwright.run.saving import RankSnapshot

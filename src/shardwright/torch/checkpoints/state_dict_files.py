@@ -14,6 +14,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor, nn
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk, fresh_folder
 from shardwright.checkpoint.hugging_face import CONFIG, Exported, ModelTensors, config_text
 from shardwright.checkpoint.importing import (
@@ -25,7 +26,6 @@ from shardwright.checkpoint.importing import (
 from shardwright.checkpoint.safe_files import open_regular, size_of
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorSource
-from shardwright.checkpoint.tensor_index import Box
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.text import shortened
 

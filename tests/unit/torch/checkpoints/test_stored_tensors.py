@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.saved import TensorPart, add_tensors
-from shardwright.checkpoint.tensor_index import INDEX, Box, TensorIndex, boxes_of_range
+from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.state_dict_files import dtype_name, read_into, read_part, stored, tensor_of
 

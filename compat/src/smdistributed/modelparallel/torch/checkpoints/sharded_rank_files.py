@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.tensor_index import Box
+from shardwright.checkpoint.boxes import Box
 from shardwright.errors import CorruptCheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.script_run import ScriptRun

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.tensor_index import Box, covered_once
+from shardwright.checkpoint.boxes import Box, covered_once
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.own_loading import own_elements
 from shardwright.torch.checkpoints.own_parts import MASTER, kept_here
