@@ -135,7 +135,7 @@ $(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV)
 # torch first and alone: the range in pyproject.toml would let pip take a newer, much larger build of it.
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,transformers,lightning,wandb,mlflow,calibration,ray,dev]' -e compat
+	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,transformers,lightning,wandb,mlflow,ray,dev]' -e compat
 	@touch $@
 
 # Its own packages come first; a folder that is named like this is not searched for further .pth files.

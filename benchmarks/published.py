@@ -26,11 +26,11 @@ import yaml
 from numpy.typing import NDArray
 
 from check import Check, lines
+from fit import Fit, MeasuredRun, Runs, fit, leave_out, ratios
 from machine import circumstances
 from published_memory import memory_ratios
 from published_runs import family, measured_run, why_not
 from shardwright.costs.calibration import TENTH, document_of
-from shardwright.costs.fit import Fit, MeasuredRun, Runs, fit, leave_out, ratios
 from shardwright.text import align
 
 _HERE = Path(__file__).with_name("published")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwright.costs.fit import MeasuredRun
+from fit import MeasuredRun
 from shardwright.costs.inputs import Options, Rates, Recompute, ScheduleKind, Sharded
 from shardwright.costs.shape import Shape
 

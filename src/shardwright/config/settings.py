@@ -195,8 +195,8 @@ class Settings(BaseModel):
     )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     report: bool = Field(True, description="Write report.html when the run ends.")
-    trackers: tuple[Literal["csv", "mlflow", "tensorboard", "wandb"], ...] = Field(
-        (), description="Tools that get a copy of the metrics: csv, mlflow, tensorboard, wandb."
+    trackers: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = Field(
+        (), description="Tools that get a copy of the metrics: mlflow, tensorboard, wandb."
     )
     log_interval: Steps | None = Field(
         None, description="Steps between console lines; unset: one that is updated, or one each 10 s."

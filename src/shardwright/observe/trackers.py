@@ -5,16 +5,15 @@
     begin(run) ──► log({"train/loss": 2.3, ...}, step=1) ──► log(..., step=2) ──► ... ──► close()
 """
 
-import csv
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from shardwright.errors import ConfigError
-from shardwright.observe.metrics import Metric, MetricValue
+from shardwright.observe.metrics import MetricValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,38 +66,6 @@ def plain_name(name: str) -> str:
     """
     head, _, unit = name.rstrip(")").partition("(")
     return f"{head}_{unit.replace('1/', 'per_').replace('/', '_per_')}" if unit else head
-
-
-_COLUMNS = ("step", *(metric for metric in Metric if metric is not Metric.MEMORY_BY_RANK))
-"""All that any step may know: columns stay, and cells are empty where a step does not know a number."""
-
-
-class _CsvTracker:
-    """Appends rows to ``metrics.csv``; a run that goes on appends to what is there."""
-
-    def __init__(self) -> None:
-        self._file: TextIO | None = None
-        self._rows: Any = None
-
-    def begin(self, run: Run) -> None:
-        """Opens the file, and writes the names of the columns into a new one."""
-        if run.folder is None:
-            raise ConfigError(
-                "metrics.csv needs a folder, and run_dir is off. Set run_dir, or leave csv out."
-            )
-        self._file = (run.folder / "metrics.csv").open("a", newline="", encoding="utf-8")
-        self._rows = csv.DictWriter(self._file, _COLUMNS, extrasaction="ignore")
-        if not self._file.tell():
-            self._rows.writeheader()
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        assert self._file is not None
-        self._rows.writerow({**metrics, "step": step})
-        self._file.flush()
-
-    def close(self) -> None:
-        assert self._file is not None
-        self._file.close()
 
 
 _LONGEST_VALUE = 500  # of a parameter, in every store
@@ -198,7 +165,6 @@ class _WandbTracker:
 
 
 _NAMED: dict[str, Callable[[], Tracker]] = {
-    "csv": _CsvTracker,
     "mlflow": _MlflowTracker,
     "tensorboard": _TensorBoardTracker,
     "wandb": _WandbTracker,

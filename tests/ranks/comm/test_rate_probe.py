@@ -2,8 +2,8 @@
 
 import torch
 
-from shardwright.comm.probe_ranks import measure_memory_rates, measure_products
 from shardwright.testing import run_ranks
+from shardwright.torch.rank_probe import measure_memory_rates, measure_products
 
 
 def rates():

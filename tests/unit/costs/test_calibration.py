@@ -1,6 +1,8 @@
 """Efficiencies: those that ship, and the fit that they are from."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +10,11 @@ import pytest
 from shardwright.catalogue import find_architecture
 from shardwright.costs import Options, Rates, Shape, calibration_of, step_seconds
 from shardwright.costs.calibration import PRIORS, Efficiencies
-from shardwright.costs.fit import MeasuredRun, Runs, fit, leave_out, ratios
 
 pytest.importorskip("scipy")
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from fit import MeasuredRun, Runs, fit, leave_out, ratios
 
 RATES = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
 SHAPE = Shape.of(find_architecture("llama3-8b"))

@@ -1,6 +1,5 @@
 """Trackers: what they are told, one that fails, and each adapter with the real library, offline."""
 
-import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,16 +81,6 @@ def test_every_rank_refuses_a_missing_package(
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwright\[tensorboard\]'"):
         ObservedRun(tmp_path, prints=prints, trackers="tensorboard")
-
-
-def test_csv_has_a_row_for_each_step_and_goes_on_in_a_continued_run(tmp_path: Path) -> None:
-    for _ in range(2):
-        run = train(tmp_path, trackers="csv")
-    assert run.folder is not None
-    rows = list(csv.DictReader((run.folder.path / "metrics.csv").read_text().splitlines()))
-    assert [row["step"] for row in rows] == ["1", "2", "1", "2"]
-    assert [row["train/loss"] for row in rows[:2]] == ["2.5", "2.0"]
-    assert [row["time/update(s)"] for row in rows[:2]] == ["", "0.01"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
