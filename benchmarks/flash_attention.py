@@ -36,7 +36,7 @@ import shardwright.torch as sw
 from check import Check, lines
 from machine import circumstances
 from shardwright.quantities import format_bytes
-from shardwright.torch.attention.marks import attention_table
+from shardwright.torch.attention.hugging_face import attention_table
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -17,7 +17,7 @@ def kernels(
 ) -> Any:
     """What the layers took, and the loss of a step."""
     import smdistributed.modelparallel.torch as smp
-    from shardwright.torch.attention.marks import kernels_of
+    from shardwright.torch.attention.hugging_face import kernels_of
 
     smp.init({**QUIET, "partitions": partitions, "microbatches": 2})
     torch.manual_seed(0)

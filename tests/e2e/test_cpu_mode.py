@@ -12,7 +12,7 @@ import torch
 
 from shardwright.cpu_mode import _private
 from shardwright.cpu_mode.__main__ import main
-from shardwright.cpu_mode.processes import backend_on_cpu
+from shardwright.cpu_mode.activation import backend_on_cpu
 from shardwright.cpu_mode.tensors import FACTORIES
 
 SCRIPTS = Path(__file__).parent / "cuda_scripts"

@@ -23,7 +23,7 @@ from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import UsageError
 from shardwright.integrations.step_model import StepModel
 from shardwright.torch.pytorch.modules import user_line
-from shardwright.torch.script_run import script_run
+from shardwright.torch.startup import script_run
 
 __all__ = ["Accelerator"]
 

@@ -29,7 +29,7 @@ from shardwright.integrations.step_model import backward_of_share, batch_size, o
 from shardwright.run.context import context
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
-from shardwright.torch.script_run import script_run
+from shardwright.torch.startup import script_run
 
 __all__ = ["ShardwrightStrategy"]
 

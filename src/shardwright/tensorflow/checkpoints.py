@@ -22,8 +22,7 @@ from shardwright.checkpoint.saved import (
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet, on_every_rank
+from shardwright.run.joint_calls import first_cause_named, meet, on_every_rank
 from shardwright.run.saving import CheckpointDraft, RankSnapshot, SaveUnderWay, new_draft
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import keras_run

@@ -12,8 +12,7 @@ import tensorflow as tf
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
 from shardwright.run.context import Context
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import call_together
+from shardwright.run.joint_calls import call_together, first_cause_named
 from shardwright.run.memory import OwnCores, keep_freed_memory
 from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_schedules import BatchSchedules
@@ -27,9 +26,8 @@ from shardwright.tensorflow.outputs import Changed, Outputs, Prepared
 from shardwright.tensorflow.planning import Planning
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.recorder import Recorder
-from shardwright.tensorflow.replicas import Replicas
+from shardwright.tensorflow.replicas import Replicas, StepEnd
 from shardwright.tensorflow.row_gradients import GradientSums, Rows, dense, rows_of
-from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
 

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, context
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import call_together
+from shardwright.run.joint_calls import call_together, first_cause_named
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.engine import Engine
 from shardwright.tensorflow.replicas import Replicas, SharedUpdates

@@ -15,8 +15,7 @@ import torch
 
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.comm.message_names import Purpose
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet
+from shardwright.run.joint_calls import first_cause_named, meet
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
 from shardwright.tensorflow.exchange import broadcast_tensors

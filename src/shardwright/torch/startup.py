@@ -1,4 +1,4 @@
-"""Starts a run, from a script or on the ranks of a notebook.
+"""Starts a run, from a script or on the ranks of a notebook; its model, optimizers and reporter.
 
 The ranks are forked from the notebook's process, so that they have everything that its cells have defined::
 
@@ -24,7 +24,7 @@ from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
-from shardwright.run.context import context, is_initialized, set_context
+from shardwright.run.context import Context, context, is_initialized, set_context
 from shardwright.run.joining import begun, settings_of_call, shutdown
 from shardwright.run.reporting import Facts, Reporter
 from shardwright.torch.data import samplers_checked, seed_everything
@@ -33,12 +33,31 @@ from shardwright.torch.interception.backward_calls import (
     refuse_updates_inside_steps,
 )
 from shardwright.torch.loss_scale import scalers_agree, scaling_noted
+from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.clipping import norm_over_stages
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.optimizer.refused_optimizers import refuse_optimizers_inside_steps
-from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.step_end.training_alike import streams_noted
 from shardwright.torch.sums_over_ranks import metrics_over_replicas
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
+
+
+class ScriptRun(Context):
+    """A run, with the classes of this front end."""
+
+    __slots__ = ()
+
+    model: DistributedModel | None
+    optimizers: list[DistributedOptimizer]
+    reporter: Reporter | None
+
+
+def script_run() -> ScriptRun:
+    """The current run."""
+    current = context()
+    if not isinstance(current, ScriptRun):
+        raise UsageError("this run was not begun by a script. Call shardwright.torch.init().")
+    return current
 
 
 def init(

@@ -17,7 +17,7 @@ from shardwright.torch.interception.compiled_code import refuse_wrapped_model, u
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.interception.step_code import ReadingStep
 from shardwright.torch.optimizer.optimizer_trial import is_trying
-from shardwright.torch.script_run import script_run
+from shardwright.torch.startup import script_run
 
 _P = ParamSpec("_P")
 

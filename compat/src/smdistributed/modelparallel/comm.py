@@ -21,8 +21,7 @@ from shardwright.comm.missing_ranks import Terms
 from shardwright.comm.roll_call import Call
 from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.errors import LaunchError, UsageError
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet, meet_each
+from shardwright.run.joint_calls import first_cause_named, meet, meet_each
 from smdistributed.modelparallel.groups import CommGroup, RankType, kind_of, members
 from smdistributed.modelparallel.ranks_of_run import present_run, ranks_of_run
 

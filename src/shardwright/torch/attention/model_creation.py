@@ -22,24 +22,22 @@ from shardwright.after_import import after_import
 from shardwright.errors import UsageError
 from shardwright.torch.attention.blockwise import Seen
 from shardwright.torch.attention.hugging_face import (
+    PLAIN,
+    Choices,
     implementation_of,
+    is_plain,
     looks_up_attention,
     makes_masks,
+    mark_left_alone,
+    mark_routed,
     route_lookups,
     route_masks,
+    route_method,
     route_scores,
+    say_plain,
     scores_of,
 )
 from shardwright.torch.attention.kernels import Attention, Choice, attend
-from shardwright.torch.attention.marks import (
-    PLAIN,
-    Choices,
-    is_plain,
-    mark_left_alone,
-    mark_routed,
-    route_method,
-    say_plain,
-)
 from shardwright.torch.pytorch.modules import CreationWatch
 
 _CALLED = "scaled_dot_product_attention"

@@ -16,15 +16,14 @@ from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import SAVED
 from shardwright.observe.run_folder import show_path
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet, on_every_rank
+from shardwright.run.joint_calls import first_cause_named, meet, on_every_rank
 from shardwright.text import shortened
 from shardwright.torch.checkpoints.encoded import StateObjects
 from shardwright.torch.checkpoints.resuming import Resumed, open_verified
 from shardwright.torch.checkpoints.saves import Saves, SaveSignals, hold_folder, release_folder
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.script_run import script_run
+from shardwright.torch.startup import script_run
 
 
 class Checkpoints:

@@ -29,8 +29,8 @@ from shardwright.torch.checkpoints.state_dict_files import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
-from shardwright.torch.script_run import script_run
 from shardwright.torch.sharding.sharded_parameter import ShardedParameter
+from shardwright.torch.startup import script_run
 from shardwright.torch.tensor_parallel.divide import cut_of, in_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
 from shardwright.torch.tensor_parallel.spec import Spec

@@ -39,7 +39,7 @@ from shardwright.torch.checkpoints.state_dict_files import dtype_of, read_part
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.parameter_kinds import BufferKind
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 
 declare(Commit)
 

@@ -22,14 +22,13 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.observe.run_folder import hold, release, show_path
 from shardwright.plan import Plan
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet, on_every_rank
+from shardwright.run.joint_calls import first_cause_named, meet, on_every_rank
 from shardwright.run.saving import CheckpointDraft, SaveUnderWay, new_draft
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import StateObjects
 from shardwright.torch.checkpoints.snapshot import PLAN, RankDocument, StateDocument, take_snapshot
 from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 
 _LOCK = ".lock"
 

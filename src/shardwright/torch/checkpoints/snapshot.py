@@ -40,7 +40,7 @@ from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.parameter_kinds import BufferKind
 from shardwright.torch.pytorch.functions import RELEASED
-from shardwright.torch.script_run import ScriptRun, script_run
+from shardwright.torch.startup import ScriptRun, script_run
 from shardwright.torch.tensor_parallel.divide import all_elements
 
 

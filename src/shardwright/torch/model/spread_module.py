@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, context
-from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import call_together, meet, ranks_with_the_model
+from shardwright.run.joint_calls import call_together, first_cause_named, meet, ranks_with_the_model
 from shardwright.torch.counting.compiled_modules import without_compilers
 from shardwright.torch.interception.compiled_code import refuse_wrappers
 from shardwright.torch.interception.library_code import without_scripted

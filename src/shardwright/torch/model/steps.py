@@ -19,8 +19,14 @@ from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.comm.message_names import Purpose
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.run.context import Context, context
-from shardwright.run.failure import STEP, first_cause_named, out_of_data
-from shardwright.run.joint_calls import call_together, meet, ranks_with_the_model
+from shardwright.run.joint_calls import (
+    STEP,
+    call_together,
+    first_cause_named,
+    meet,
+    out_of_data,
+    ranks_with_the_model,
+)
 from shardwright.run.memory import OwnCores, give_back_freed_memory
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast

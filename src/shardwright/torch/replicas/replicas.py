@@ -16,7 +16,7 @@ from shardwright.mesh import Mesh
 from shardwright.placement import SHARDED_BUCKET_BYTES
 from shardwright.quantities import format_bytes
 from shardwright.run.context import Context
-from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import first_cause_named
 from shardwright.torch.parameters.delayed_initialization import is_recorded
 from shardwright.torch.parameters.parameter_kinds import can_be_sharded, gradient_dtype, low_precision
 from shardwright.torch.parameters.residency import Residency

@@ -36,7 +36,7 @@ from shardwright.observe.timeline import Row
 from shardwright.run.context import Context
 from shardwright.run.reporting import Reporter
 from shardwright.torch._private import norms_of, values_of_sparse
-from shardwright.torch.attention.marks import attention_table
+from shardwright.torch.attention.hugging_face import attention_table
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import BatchResult, Figures
 from shardwright.torch.execution.agreement import TrainedModel

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from choices import combinations_of
+from shardwright.torch.attention.hugging_face import attention_table, kernels_of
 from shardwright.torch.attention.kernels import Choice
-from shardwright.torch.attention.marks import attention_table, kernels_of
 from six_models import SIX, build
 
 transformers = pytest.importorskip("transformers")
@@ -183,9 +183,9 @@ def test_a_model_whose_attention_is_not_routed_stays_as_it_is():
 
 @pytest.mark.parametrize("name", SIX)
 def test_weights_that_are_asked_for_come_from_plain_attention(name, caplog, monkeypatch):
-    from shardwright.torch.attention import marks
+    from shardwright.torch.attention import hugging_face
 
-    monkeypatch.setattr(marks._Said, "already", False)
+    monkeypatch.setattr(hugging_face._Said, "already", False)
     plain, fused = eager(name), routed(name)
     for mask in (None, padding(left=False)):
         wanted = plain(tokens(), attention_mask=mask, output_attentions=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["model_is_there", "when_model_is_there"]

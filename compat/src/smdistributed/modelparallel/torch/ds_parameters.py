@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.parameters.parameter_kinds import can_be_sharded
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["PartOfParameter", "describe_parts", "part_of"]

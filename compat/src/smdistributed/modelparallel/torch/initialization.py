@@ -8,7 +8,7 @@ from typing import Any
 
 import shardwright.torch as sw
 from shardwright.errors import library_named
-from shardwright.torch.script_run import script_run
+from shardwright.torch.startup import script_run
 from smdistributed.modelparallel.configuration import read_configuration
 from smdistributed.modelparallel.partition_file import settings_with_partition
 from smdistributed.modelparallel.ranks_of_run import ranks_of_run

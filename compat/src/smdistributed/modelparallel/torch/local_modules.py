@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 
 __all__ = ["local_named_modules"]
 

@@ -20,7 +20,7 @@ from typing import Any
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.joint_calls import meet
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.torch.pickles.files import load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run
 

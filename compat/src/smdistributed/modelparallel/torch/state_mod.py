@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.torch.script_run import ScriptRun, script_run
+from shardwright.torch.startup import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, Settings
 from smdistributed.modelparallel.ranks_of_run import present_run, ranks_of_run
 

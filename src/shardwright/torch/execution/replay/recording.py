@@ -19,7 +19,7 @@ from shardwright.torch._private import (
 )
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches
-from shardwright.torch.execution.replay.code_watch import CodeWatch
+from shardwright.torch.execution.replay.flat_calls import CodeWatch
 from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.step_code import reads_values

@@ -18,8 +18,7 @@ from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.execution.microbatches.stage_turns import MicrobatchGenerators, SharedByMicrobatches
-from shardwright.torch.execution.replay.code_watch import CodeWatch
-from shardwright.torch.execution.replay.flat_calls import run_calls
+from shardwright.torch.execution.replay.flat_calls import CodeWatch, run_calls
 from shardwright.torch.execution.replay.flat_program import FlatProgram, why_not
 from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
 from shardwright.torch.execution.replay.recording import Recording, RecordingMicrobatch, settings_now

@@ -8,40 +8,16 @@ import torch
 from shardwright.torch.tensor_parallel.call import RULES, Rule, name_of
 from shardwright.torch.tensor_parallel.rules import (
     attention,
-    convolution,
+    elementwise,
     indexing,
     reductions,
     softmax,
     views,
 )
-from shardwright.torch.tensor_parallel.rules import convolution as pooling
-from shardwright.torch.tensor_parallel.rules import elementwise as creation
-from shardwright.torch.tensor_parallel.rules import elementwise as foreach
-from shardwright.torch.tensor_parallel.rules import elementwise as random
-from shardwright.torch.tensor_parallel.rules import reductions as normalisation
-from shardwright.torch.tensor_parallel.rules import reductions as products
-from shardwright.torch.tensor_parallel.rules import softmax as embedding
-from shardwright.torch.tensor_parallel.rules import softmax as loss
-from shardwright.torch.tensor_parallel.rules.elementwise import elementwise
 
 __all__ = ["rule_of"]
 
-_FAMILIES = (
-    attention,
-    convolution,
-    creation,
-    embedding,
-    foreach,
-    indexing,
-    loss,
-    normalisation,
-    pooling,
-    products,
-    random,
-    reductions,
-    softmax,
-    views,
-)
+_FAMILIES = (attention, elementwise, indexing, reductions, softmax, views)
 """Imported for the rules that they register."""
 
 
@@ -55,10 +31,10 @@ def rule_of(func: Any) -> Rule | None:
     if found is not None:
         return found
     if torch.Tag.nondeterministic_seeded in func.tags:
-        return random.draws_all
+        return elementwise.draws_all
     if name.startswith(("_foreach_", "_fused_")):
-        return foreach.lists
-    return elementwise if torch.Tag.pointwise in func.tags else None
+        return elementwise.lists
+    return elementwise.elementwise if torch.Tag.pointwise in func.tags else None
 
 
 def _out_of_place(name: str) -> str:

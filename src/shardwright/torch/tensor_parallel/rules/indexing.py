@@ -1,6 +1,19 @@
-"""Look-ups and scattered writes: dimensions that are not looked up may be cut."""
+"""Look-ups, scattered writes, convolutions, resampling: which dimensions and channels may be cut."""
 
-from shardwright.torch.tensor_parallel.call import Call, Form, Input, Letters, broadcast, rule
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, Placement
+from shardwright.torch.tensor_parallel.call import (
+    Call,
+    Candidate,
+    Form,
+    Input,
+    Letters,
+    broadcast,
+    candidates_of,
+    rule,
+)
 
 
 @rule("index_select", "index_fill")
@@ -143,3 +156,168 @@ def _size_of(result: Letters, one: Input, indices: list[Input | None]) -> list[i
         sizes[letter] if isinstance(letter, str) else one.shape[letter]  # type: ignore[call-overload]
         for letter in result
     ]
+
+
+def _spatial(one: Input) -> Letters:
+    return (None,) * (one.ndim - 2)
+
+
+@rule("convolution", "convolution_overrideable")
+def convolution(call: Call) -> list[Candidate] | None:
+    """``n`` samples, ``c`` channels in, ``o`` channels out; with groups, ``g`` of both."""
+    data, weight = call.inputs[:2]
+    result = call.outputs[0]
+    if result is None or data.ndim < 3:
+        return None
+    call.flops = 2.0 * weight.numel * result.numel() / max(result.shape[1], 1)
+    if call["transposed"]:
+        call.flops = 2.0 * weight.numel * data.numel / max(data.shape[1], 1)
+    if call["groups"] > 1:
+        return _by_groups(call, data, weight, {"data": 0, "weight": 1, "bias": 2}, backward=False)
+    of_weight: Letters = (("c", "o") if call["transposed"] else ("o", "c")) + _spatial(weight)
+    inputs: tuple[Letters, ...] = (("n", "c", *_spatial(data)), of_weight)
+    terms: tuple[tuple[int, ...], ...] = ((0, 1),)
+    if len(call.inputs) == 3:
+        inputs, terms = (*inputs, ("o",)), ((0, 1), (2,))
+    form = Form(
+        inputs,
+        (("n", "o", *_spatial(data)),),
+        sums=(frozenset("c"),),
+        terms=terms,
+        fills_all=True,
+        flops=call.flops,
+    )
+    return candidates_of(call, form)
+
+
+@rule("convolution_backward", "convolution_backward_overrideable")
+def gradient_of_convolution(call: Call) -> list[Candidate] | None:
+    """Gradients of weight and bias are sums over the samples, that of the data over channels out."""
+    gradient, data, weight = call.inputs
+    if data.ndim < 3:
+        return None
+    call.flops = 4.0 * weight.numel * gradient.numel / max(gradient.shape[1], 1)
+    if call["groups"] > 1:
+        return _by_groups(call, data, weight, {"gradient": 0, "data": 1, "weight": 2}, backward=True)
+    of_weight: Letters = (("c", "o") if call["transposed"] else ("o", "c")) + _spatial(weight)
+    space = _spatial(data)
+    form = Form(
+        (("n", "o", *space), ("n", "c", *space), of_weight),
+        (("n", "c", *space), of_weight, ("o",)),
+        sums=(frozenset("o"), frozenset("n"), frozenset("n")),
+        terms=((0,),),
+        sizes={"bias_sizes": ("o",)} if call["bias_sizes"] else {},
+        fills_all=True,
+    )
+    return candidates_of(call, form)
+
+
+def _by_groups(
+    call: Call, data: Input, weight: Input, order: Mapping[str, int], *, backward: bool
+) -> list[Candidate] | None:
+    """Whole groups of channels, of the data, the weight and the result alike; or samples."""
+    groups = call["groups"]
+    per_group_in = data.shape[1] // groups
+    channels_out = call.inputs[order["gradient"]].shape[1] if backward else call.outputs[0].shape[1]  # type: ignore[union-attr]
+    per_group_out = channels_out // groups
+    per_group_weight = weight.shape[0] // groups
+    found: list[Candidate] = []
+    for one in call.inputs:
+        cut = one.cut
+        if cut is None or not cut.reaches(call.num_ranks):
+            continue
+        if cut.dim == 0 and one.ndim == data.ndim and one is not weight:
+            found.append(_samples(call, cut, data, weight, backward=backward))
+            continue
+        if one is weight and cut.dim == 0:
+            of_groups = cut.over(per_group_weight)
+        elif one is not weight and cut.dim == 1:
+            of_groups = cut.over(per_group_in if one is data else per_group_out)
+        elif one.ndim == 1:
+            of_groups = cut.over(per_group_out)
+        else:
+            continue
+        if of_groups is not None and of_groups.reaches(call.num_ranks):
+            found.append(
+                _whole_groups(call, of_groups.at(0), per_group_in, per_group_out, per_group_weight, backward)
+            )
+    return found
+
+
+def _samples(call: Call, cut: Cut, data: Input, weight: Input, *, backward: bool) -> Candidate:
+    inputs: list[Placement] = [
+        cut if one.ndim == data.ndim and one is not weight else WHOLE for one in call.inputs
+    ]
+    outputs: tuple[Placement, ...] = (cut, PARTIAL_SUM, PARTIAL_SUM) if backward else (cut,)
+    return Candidate(tuple(inputs), outputs, share=1 / call.num_ranks)
+
+
+def _whole_groups(
+    call: Call, groups: Cut, per_in: int, per_out: int, per_weight: int, backward: bool
+) -> Candidate:
+    data, out = groups.times(per_in).at(1), groups.times(per_out).at(1)
+    weight, bias = groups.times(per_weight), groups.times(per_out)
+    inputs: tuple[Placement, ...] = (out, data, weight) if backward else (data, weight, bias)
+    outputs: tuple[Placement, ...] = (data, weight, bias) if backward else (out,)
+
+    def arguments(rank: int) -> Mapping[str, Any]:
+        changed: dict[str, Any] = {"groups": groups.length(rank)}
+        if backward and call["bias_sizes"]:
+            changed["bias_sizes"] = [bias.length(rank)]
+        return changed
+
+    return Candidate(inputs[: len(call.inputs)], outputs, arguments, share=1 / call.num_ranks)
+
+
+# The number of dimensions in space.
+_NAMES = {
+    "max_pool2d_with_indices": 2,
+    "max_pool3d_with_indices": 3,
+    "avg_pool2d": 2,
+    "avg_pool3d": 3,
+    "_adaptive_avg_pool2d": 2,
+    "_adaptive_avg_pool3d": 3,
+    "adaptive_max_pool2d": 2,
+    "adaptive_max_pool3d": 3,
+    "upsample_nearest1d": 1,
+    "upsample_nearest2d": 2,
+    "upsample_nearest3d": 3,
+    "upsample_linear1d": 1,
+    "upsample_bilinear2d": 2,
+    "upsample_bicubic2d": 2,
+    "upsample_trilinear3d": 3,
+    "reflection_pad1d": 1,
+    "reflection_pad2d": 2,
+    "replication_pad1d": 1,
+    "replication_pad2d": 2,
+    "replication_pad3d": 3,
+    "grid_sampler_2d": 2,
+}
+
+
+@rule(*_NAMES, *(f"{name}_backward" for name in _NAMES if name != "grid_sampler_2d"))
+def in_space(call: Call) -> Form | None:
+    """Each channel of each sample by itself."""
+    name = call.name.removesuffix("_backward")
+    spatial = _NAMES[name]
+    inputs = [one for one in call.arguments.values() if isinstance(one, Input)]
+    ndim = inputs[0].ndim
+    leading = ndim - spatial
+    if leading < 1 or any(one.ndim != ndim for one in inputs) or len(inputs) != len(call.inputs):
+        return None
+    names: Letters = (*range(leading), *(None for _ in range(spatial)))
+    uncut = frozenset[object]()
+    if name == "grid_sampler_2d":
+        # The grid has a sample, but no channel.
+        own: Letters = (0, None, None, None)
+        return Form((names, own), (names,), uncut=uncut, fills_all=True)
+    sizes = {"input_size": tuple(range(ndim))} if "input_size" in call.arguments else {}
+    linear = call.name.endswith("_backward") or not name.startswith(("max_", "adaptive_max"))
+    return Form(
+        (names,) * len(inputs),
+        (names,) * len(call.outputs),
+        uncut=uncut,
+        terms=((0,),) if linear else (),
+        sizes=sizes,
+        fills_all=True,
+    )

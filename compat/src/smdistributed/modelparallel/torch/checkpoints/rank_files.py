@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import CorruptCheckpointError
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import (
     optimizer_state_in,
     sharded_contents,

@@ -13,7 +13,7 @@ from shardwright.plan import Plan
 from shardwright.run.joint_calls import meet
 from shardwright.torch.checkpoints.resuming import problem_of
 from shardwright.torch.pytorch.modules import stacklevel_of_user
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.checkpoints.folder import (

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwright.checkpoint.disk import Disk, FileEntry
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.joint_calls import meet
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.checkpoints.folder import (

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.boxes import Box
 from shardwright.errors import CorruptCheckpointError
 from shardwright.torch._private import non_persistent_buffers
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from shardwright.torch.tensor_parallel.divided_tensor import whole as whole_of
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup

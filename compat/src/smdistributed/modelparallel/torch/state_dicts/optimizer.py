@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.run.joint_calls import meet
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.startup import ScriptRun
 from shardwright.torch.tensor_parallel.divide import cut_of, placed_like
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup, members

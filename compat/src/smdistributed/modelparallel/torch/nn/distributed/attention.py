@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch.attention.blockwise import Seen
+from shardwright.torch.attention.hugging_face import PLAIN, Choices
 from shardwright.torch.attention.kernels import Attention, Choice, attend
-from shardwright.torch.attention.marks import PLAIN, Choices
 from smdistributed.modelparallel.torch.nn.distributed.base import DistributedModule, named_inputs
 from smdistributed.modelparallel.torch.nn.distributed.first_weights import FirstWeights
 from smdistributed.modelparallel.torch.nn.distributed.layer_norm import DistributedLayerNorm

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright.torch as sw
-from shardwright.torch.attention.marks import PLAIN, left_alone
+from shardwright.torch.attention.hugging_face import PLAIN, left_alone
 from shardwright.torch.parameters.delayed_initialization import copy_recorded
 from shardwright.torch.parameters.unit_map import place_alike
 from shardwright.torch.units.tensor_division import Pin, pin
