@@ -32,7 +32,6 @@ class Work:
         product_bytes: what they read and write, half of it: they compute meanwhile.
         attention_flops: of fused attention, without what a causal mask hides.
         kernels: all other operations that launch a kernel.
-        moved_bytes: what these read and write.
 
     >>> Work(products=1, product_flops=8) + Work(kernels=2)
     Work(products=1, product_flops=8, product_bytes=0, attention_flops=0, kernels=2, moved_bytes=0)
@@ -74,9 +73,7 @@ class TensorSpec:
     """Shape and type of a tensor, without data.
 
     Attributes:
-        shape: sizes, one for each dim.
         dtype: name without prefix, for example ``"float32"``.
-        requires_grad: whether gradients flow through it.
     """
 
     shape: tuple[int, ...]
@@ -196,7 +193,6 @@ class Together:
 
     Attributes:
         what: what they have in common, as ``torch.utils.checkpoint``.
-        line: where in the user's code.
         why: what goes wrong on several stages.
         remedy: what the user can do about it.
         one_rank: several stages will do if no two of them are on one rank.

@@ -82,7 +82,6 @@ class UnitCost(Cost):
         input_bytes: bytes of the input tensors, which is what recomputation keeps instead.
         work_bytes: largest temporary memory on top of what is saved.
         split_work_bytes: `work_bytes` where the backward is split; None: not known, taken as `work_bytes`.
-        flops: floating-point operations of the forward.
         provenance: where the seconds come from.
         spread: relative spread of the measured seconds (interquartile range / median).
     """

@@ -17,7 +17,6 @@ class LaunchEnvironment:
     Attributes:
         local_rank: number among those of this host.
         local_world_size: how many run on this host.
-        num_nodes: how many hosts there are.
         master_addr: host of the key-value store at which the ranks meet.
         restart_count: how often the launcher has started the ranks anew.
         launcher_serves_store: the launcher runs that store; otherwise rank 0 has to.

@@ -153,7 +153,6 @@ class Terms:
     """The terms in which errors speak of a call.
 
     Attributes:
-        needs: that others have to come.
         remedy: what to do where they will not.
     """
 

@@ -119,10 +119,6 @@ class Config(Settings):
     def check(cls, settings: Any, *, source: str) -> None:
         """Refuses settings of a file that can never be used, whatever others are merged with them.
 
-        Args:
-            settings: what the file holds.
-            source: names the file.
-
         Raises:
             ConfigError: as `parse`; the message begins with the file.
         """

@@ -86,8 +86,6 @@ class Trainer(transformers.Trainer):
         """Runs a step: forward and backward of all microbatches, over all stages.
 
         Args:
-            model: the wrapped model.
-            inputs: the batch of this replica.
             num_items_in_batch: labels that count in the batches of one update, of all replicas.
 
         Returns:

@@ -24,7 +24,6 @@ class Run:
         name: of the run folder; "run" without one.
         folder: the run folder; None where the run writes no files.
         settings: all settings, as plain values by name.
-        world_size: number of ranks.
     """
 
     name: str
@@ -40,11 +39,7 @@ class Tracker(Protocol):
     """
 
     def begin(self, run: Run) -> None:
-        """The run begins; called once, before anything else.
-
-        Args:
-            run: what it is.
-        """
+        """The run begins; called once, before anything else."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """A step ended.

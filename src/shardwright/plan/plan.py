@@ -251,7 +251,6 @@ class Plan(Record):
         """Reads a plan file; raises as `parse` does.
 
         Args:
-            path: of the file.
             what: the file is for the user, for errors.
         """
         file = UserFile(path, what=what, error=PlanError)

@@ -190,9 +190,7 @@ class TensorPlan(Record):
         """The plan with these cuts.
 
         Args:
-            cuts: by the names of parameters.
             names: of all parameters of the model.
-            prices, between_units, cut_again: see above.
             experts: names of the parameters of experts.
         """
         by_pattern = cuts_by_pattern(cuts, names)

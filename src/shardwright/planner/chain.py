@@ -203,7 +203,6 @@ class ParameterUse:
 
     Attributes:
         trained: it has a gradient and optimizer state.
-        calls: positions of the calls, ascending.
         shared: what it takes on a rank where replicas share it; None where they do not.
         updates: ranks that share the optimizer's state for it, or for their rows of it.
         wide: bytes of a gradient, or of what is updated, for each of its own.

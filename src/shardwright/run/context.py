@@ -31,7 +31,6 @@ class ProcessGroups:
     """The process groups that this rank is in; None for a group of one rank.
 
     Attributes:
-        model: ranks that share this replica.
         pipeline: those of them with its other stages, at the same place along the tensor axis.
         tensor: ranks that share a batch, and work on it together.
         inner: where they share it in two ways (`Mesh.inner`), those of them that share one part; else None.
@@ -92,7 +91,6 @@ class RankWatch:
         blame: finds out which rank failed first.
         whereabouts: tells the others where this rank is in its script.
         roll_call: waits for ranks that are to make a call together.
-        hosts: of all ranks.
     """
 
     blame: Blame | None = None
@@ -142,7 +140,6 @@ class Context:
         watch: over ranks that fail, or do not come.
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
-        reporter: tells the observer what happens.
         model: of the script, wrapped by its front end; None before that.
         optimizers: those of the script that the front end has wrapped.
     """

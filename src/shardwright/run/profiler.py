@@ -47,13 +47,7 @@ class Traced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToProfile:
-    """One size of microbatches.
-
-    Attributes:
-        microbatches: in a batch.
-        trace: of one of them.
-        estimated: the costs of its classes.
-    """
+    """One size of microbatches."""
 
     microbatches: int
     trace: Traced

@@ -56,7 +56,6 @@ class Facts:
     """What a front end knows of a script, asked for when steps end.
 
     Attributes:
-        model: the class of its model.
         learning_rate: of the first group of parameters.
         update_s: seconds of updates since the last step.
         state_bytes: of parameters, gradients, and what optimizers keep, on this rank.
@@ -74,7 +73,6 @@ class Reporter:
     The run folder is made at the first report, so that a script that fails before leaves none.
 
     Attributes:
-        num_steps: how many steps were done.
         calls_steps: a step function was called, to train or to evaluate.
         ends_saved: a signal came, and the run has saved and ends.
     """

@@ -60,7 +60,6 @@ class CheckpointDraft:
     """A checkpoint that is going to be written, the same on every rank.
 
     Attributes:
-        step: how many steps were done.
         key: under which ranks speak of it in the store; new for each.
         keep: how many checkpoints stay; None for all.
     """
@@ -114,7 +113,6 @@ class SaveUnderWay:
     """A rank's part in writing a checkpoint. Starts at once.
 
     Attributes:
-        step: how many steps were done.
         seconds: how long it took, when it is done.
         remark: what else went wrong, once the checkpoint was there.
     """

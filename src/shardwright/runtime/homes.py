@@ -119,7 +119,6 @@ class Assignment:
 
     Attributes:
         stage_of_call: node that calls a unit -> stage.
-        homes: stage that computes each node.
     """
 
     stage_of_call: Mapping[int, int]

@@ -14,7 +14,6 @@ class StepParameters:
     """The parameters of a step function, which give its arguments names.
 
     Attributes:
-        names: of the positional ones.
         further: name of the one that takes all further positional arguments.
     """
 
@@ -63,11 +62,7 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 class MicrobatchValues:
-    """Holds the value of each microbatch; scripts that take it for a tensor are told what to call.
-
-    Attributes:
-        advice: what to call, for errors.
-    """
+    """Holds the value of each microbatch; scripts that take it for a tensor are told what to call."""
 
     advice: ClassVar[str] = ""
 

@@ -17,7 +17,6 @@ class View:
     Attributes:
         memory: equal for tensors that share memory.
         stride: elements from one entry to the next, by dim.
-        offset: element at which it starts.
     """
 
     memory: int
@@ -58,7 +57,6 @@ class Change:
     Attributes:
         position: among the leaves of the arguments; None for a tensor that the step is not given.
         before: its value before; None for a tensor that every rank has.
-        view: where it lies in memory.
         lasting: it was there before the step function was called, and will be there afterwards.
     """
 
@@ -94,8 +92,6 @@ class TracedStep(Protocol):
 
     Attributes:
         node: index of its node in the graph; None for an operation that every rank executes.
-        line: where in the user's code.
-        looks_at_values: values decide what it does.
         reads: (position among the leaves of the arguments, value) of each value that it reads.
         writes: (position among the leaves of the result, value).
         changes: what it changes in place, and what shares memory with that and is read later.

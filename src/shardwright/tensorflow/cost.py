@@ -39,7 +39,6 @@ class TimedStep:
     """A traced step whose units can be timed.
 
     Attributes:
-        step: the same as plain data.
         graph: the same as the planner reads it.
         labels: of the unit calls, in order.
         lent: gives variables values for a while that have none yet.

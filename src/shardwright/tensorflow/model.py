@@ -166,9 +166,6 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         Its signature ``serving_default`` takes tensors as the model was first called with, for any number of
         samples, and gives the outputs of evaluation: ``output_0`` for a single tensor.
 
-        Args:
-            save_path: of the folder.
-
         Raises:
             UsageError: the model was never called.
         """

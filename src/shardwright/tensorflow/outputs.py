@@ -174,7 +174,6 @@ class Outputs:
 
     Attributes:
         leaves: in the order of `tf.nest`.
-        structure: what the step function returned.
         holders: position of each tensor of a gradient -> pipeline rank that holds the variable.
         sums: position of a gradient that is summed over the microbatches -> shape and type.
         shared: positions of what every rank gets.
@@ -305,7 +304,6 @@ class Changed:
     """A variable that a step function changes.
 
     Attributes:
-        holder: pipeline rank that changes it.
         is_of_model: it belongs to the model; else every rank has it.
     """
 

@@ -26,11 +26,7 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class Program:
-    """A step function cut into pieces; see `shardwright.runtime.batch_schedules.RankProgram`.
-
-    Attributes:
-        graph: the same as plain data.
-    """
+    """A step function cut into pieces; see `shardwright.runtime.batch_schedules.RankProgram`."""
 
     trace: Trace
     graph: StepGraph

@@ -51,7 +51,6 @@ class Routes:
         gradients: what backwards send: (source, target) -> tensors.
         tensors: name of each tensor that crosses, by the number that `Crossing.value` has.
         stages_of_output: stages that make each output, or a part of its sum.
-        trains: some piece is a backward.
         constants: numbers of those tensors that are alike in all microbatches, such as weights that another
             stage uses: forwards send them once in a batch.
     """

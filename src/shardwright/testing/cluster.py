@@ -141,7 +141,6 @@ class Cluster:
         When one fails, the others get some seconds to notice it.
 
         Args:
-            commands: one a host.
             timeout_s: stops all of them after so long.
             env: environment variables, on top of those of this process.
         """

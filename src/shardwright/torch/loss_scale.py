@@ -32,7 +32,6 @@ class LossScaler:
         scale: what the loss is multiplied by now.
         scale_factor: by which it falls and grows.
         scale_window: updates without overflow after which it grows.
-        min_scale: where it stops to fall.
         delayed_shift: overflows that it takes to fall.
         consecutive_hysteresis: an update without overflow forgets the overflows before it.
         overflow: the gradients of the last step, or of one that they were added to, overflowed on some rank.

@@ -223,7 +223,6 @@ class DrawsOfPython:
 
     Attributes:
         places: how many steps had run when numbers were drawn between units.
-        in_units: some unit has drawn too.
     """
 
     def __init__(self, position: Callable[[], float]):

@@ -41,7 +41,6 @@ class Training:
 
     Attributes:
         build: makes the model, the same on every rank.
-        arguments: one batch of one replica.
         loss: makes one number of what the model returns; None as for `shardwright.torch.trace_model`.
     """
 

@@ -86,9 +86,6 @@ class Communicator:
     ``thread.submit``.
 
     Tensors are contiguous and on the CPU.
-
-    Attributes:
-        thread: runs the collectives, in order.
     """
 
     def __init__(

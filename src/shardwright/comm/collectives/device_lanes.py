@@ -33,7 +33,6 @@ class Hop:
     """The operation of a hop on each chunk.
 
     Attributes:
-        lane: the group that does it.
         do: issues it, for the chunk of a number.
     """
 

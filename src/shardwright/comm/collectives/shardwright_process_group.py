@@ -39,12 +39,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group with Shardwright's collectives.
-
-    Attributes:
-        communicator: the collectives on the CPU.
-        devices: the collectives on the accelerator.
-    """
+    """A process group with Shardwright's collectives."""
 
     def __init__(
         self,

@@ -52,11 +52,7 @@ _LONGEST_PATH = 100  # Linux takes 107 bytes, and there is a name to come
 
 
 class PrivateListener:
-    """A listening socket in a folder of its own.
-
-    Attributes:
-        path: by which others call it.
-    """
+    """A listening socket in a folder of its own."""
 
     def __init__(self, kind: int):
         if not hasattr(socket, "SO_PEERCRED"):

@@ -160,7 +160,6 @@ class _Block:
         query: (B, H, R, D), of the type of scores.
         key: (B, H, C, D), likewise.
         value: (B, H, C, E), of its own type.
-        keys: places of the C keys.
     """
 
     __slots__ = ("_how", "_mask", "_rows", "key", "keys", "query", "value")

@@ -152,9 +152,6 @@ class Checkpoints:
 
         Saves where one is due, or where a signal came on any rank: then the process ends with code 75.
 
-        Args:
-            step: how many steps were done.
-
         Raises:
             CheckpointError: a save in the background has failed.
             UsageError: `step` is 0 after a step: a loop that counts from 0 would repeat one when resumed. Or
@@ -191,7 +188,6 @@ class Checkpoints:
         from, is not saved again.
 
         Args:
-            step: how many steps were done.
             asynchronous: return when copies are made, and write them while training goes on; None for
                 what the constructor was told.
 

@@ -42,12 +42,7 @@ aten = torch.ops.aten
 
 
 class Counts(NamedTuple):
-    """Counts of a stretch of operations.
-
-    Attributes:
-        draws: operations that took random numbers.
-        reads: operations that looked at values.
-    """
+    """Counts of a stretch of operations."""
 
     flops: int = 0
     draws: int = 0

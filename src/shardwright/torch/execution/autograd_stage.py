@@ -31,12 +31,9 @@ class AutogradStage:
     """See `shardwright.runtime.action_loop.Stage`.
 
     Attributes:
-        number: which stage.
-        microbatches: of the batch.
         messages: where other ranks' tensors come in.
         split: the microbatches whose backward is split in two.
         losses: how much the loss of each microbatch counts.
-        device: where this rank computes.
         on_backward: called when a backward of the stage begins and when it has ended: see
             `GradientReducer.on_backward`.
         statistics: of batch norms whose forward is recomputed; None where there are none.

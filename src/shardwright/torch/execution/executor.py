@@ -62,15 +62,10 @@ class BatchKind:
     """What all batches have in common whose microbatches are run by the same programs: worked out once.
 
     Attributes:
-        programs: as given.
-        distinct: each once.
         trains: one of them has a backward.
-        schedule: lowered actions of all ranks.
         edges: transfers between stages, with bytes.
         state: changed buffers of the model -> rank that has them.
         draws, python_draws: random numbers are drawn; Python's are.
-        ends: one reads values midway.
-        changes_batch: arguments are changed in place.
         has_attributes: attributes that are read between units change in a step.
         as_planned: all go through the ranks as the plan says.
     """
@@ -98,10 +93,7 @@ class RankBatch:
     """One batch, as one pipeline rank runs it.
 
     Attributes:
-        rank: the pipeline rank.
         common: what is known of their programs.
-        function: the step function.
-        parts: the microbatches.
         board: where ranks put up values that a `ReadingStep` reads.
         losses: how much the loss of each microbatch counts.
         buffers: those of the model that the step function changes between modules; None without any.

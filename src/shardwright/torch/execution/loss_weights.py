@@ -45,7 +45,6 @@ class LossWeights:
     """The weights of the losses of one batch of one replica.
 
     Attributes:
-        reduction: of the losses so far.
         shares: of each microbatch, its samples over those of the batch.
         weights: of each loss so far: its share of the samples, or of what counts; 1 in a sum.
         data: what its microbatch is computed with, where somebody looks.

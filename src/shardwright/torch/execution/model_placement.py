@@ -55,7 +55,6 @@ class PlacedModel:
 
     Attributes:
         residency: the ranks and stages of each parameter.
-        executor: runs batches on this rank.
         schedules: the order of work for each kind of batch.
         reducer: sums gradients; None where no other rank has a parameter of this one, or a part of it.
         tensor_group: the ranks that share its layers; None where each rank has whole ones.
@@ -299,7 +298,6 @@ class _Held(NamedTuple):
     """The parameters that this rank has kept.
 
     Attributes:
-        parameters: by name.
         divided: names of those of which it has a part.
         reducer: sums their gradients with those of other ranks; None where no other rank has one of them.
         is_unchanged: no values came from other ranks, or from the user's functions.

@@ -86,7 +86,6 @@ class PlainMicrobatch:
 
     Attributes:
         loss: what ``backward`` was called with; None as long as it was not.
-        backward_s: when that began and ended.
         waited_s: seconds for which copies were waited for, before and in it.
         memory: bytes in use at these moments; empty where nobody asked.
     """

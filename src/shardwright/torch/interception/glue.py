@@ -272,9 +272,6 @@ class UnitCall:
 
     The first one could not be: an instance changes its class only where that is laid out alike, which it is
     not behind an abstract base, `typing.Generic` or a protocol (``class Block(ABC, nn.Module)``).
-
-    Attributes:
-        _user_class: the unit's own.
     """
 
     _user_class: type

@@ -49,7 +49,6 @@ class Collected(NamedTuple):
     """What the hooks inside a unit collect during one call of it.
 
     Attributes:
-        given: the argument of the call.
         lists: each of its lists, and the one to which that is to be appended.
     """
 

@@ -50,13 +50,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Toy:
-    """A toy.
-
-    Attributes:
-        units: layers of it.
-        operations: between them.
-        microbatches: of its batch.
-    """
+    """A toy."""
 
     units: int
     operations: int

@@ -210,17 +210,14 @@ class TimesParts:
     """A `PartTimer` that runs both in turns on one rank: only how they compare is asked for.
 
     Attributes:
-        device: where.
         share_cores: processes take turns on the cores.
         operation_s: what an operation on divided tensors takes beyond its own time.
         samples: of calls, by cost class: with autocast, and with the hooks that change something. Others do
             not see that units are run.
         generators: the script's own, from which units draw: they stay as they are.
         budget_s: seconds that the parts of one way to divide the model may take.
-        left_s: what is left of them.
         remembered: what earlier runs have found, by part.
         found: what was timed now, by part: its seconds for each second of the whole unit.
-        on_own_cores: surrounds what is timed.
     """
 
     device: torch.device

@@ -100,7 +100,6 @@ class Steps:
 
     Attributes:
         called_to_train: the step function has called the model in training mode, with gradients.
-        outside: watches backwards outside of steps.
     """
 
     def __init__(

@@ -223,11 +223,7 @@ class StageOffload:
 
 
 class _Unit:
-    """One call of a unit.
-
-    Attributes:
-        is_handed_over: whether they are being copied.
-    """
+    """One call of a unit."""
 
     def __init__(self, module: nn.Module, stage: StageOffload, number: int, outer: Any):
         self.storages: dict[SavedStorage, None] = {}

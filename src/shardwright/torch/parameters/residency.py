@@ -51,7 +51,6 @@ class _RemoteTensor(torch.Tensor):
     """A parameter or buffer with its values on another rank, or a tensor computed from one.
 
     Attributes:
-        first_name: of the parameter or buffer.
         holders: the ranks of this replica that have its values, ascending.
     """
 

@@ -157,7 +157,6 @@ class _GatheredView(torch.Tensor):
     Attributes:
         part: an ordinary tensor, a view of `whole`.
         owner: what it is a view of.
-        whole: all rows of the owner.
     """
 
     part: Tensor

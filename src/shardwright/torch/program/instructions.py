@@ -66,7 +66,6 @@ class Instruction:
             as these are (see `Boundary`).
         stays: positions in the result of tensors that stay as ranks have them, for operations behind a unit.
         offload: move what it keeps for the backward out of the memory of the device meanwhile.
-        attributes: of modules inside the unit.
         shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
         expects: (position among the leaves of the arguments, value that a stand-in there names, whether there
             must be a stand-in).

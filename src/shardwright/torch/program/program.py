@@ -125,7 +125,6 @@ class Program:
         read_in: attribute (id of the module, name) that is read before it is written -> how often a
             microbatch has paused on this rank by then.
         free_operations: how far these may differ from the trace.
-        draws: a microbatch takes random numbers.
         reads_nothing: no rank reads values in such a microbatch, as far as traces tell.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
         boundary: places what ranks share; None where they share nothing.

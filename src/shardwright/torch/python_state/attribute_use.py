@@ -46,7 +46,6 @@ class Access:
         before: number of steps that have run; a quarter more behind ``backward``, half of one more inside
             the unit that runs.
         writes: it is written, or what is in it has changed since the access before.
-        line: where in the user's code.
     """
 
     before: float
@@ -60,7 +59,6 @@ class AttributeUse:
 
     Attributes:
         module: whose attribute it is; also an object or a dictionary that a module holds.
-        name: how an error calls it.
         carries_tensor: it holds a tensor of the graph when the microbatch ends.
         read_late: it is used behind ``backward``.
         in_place: it holds tensors whose values change.
@@ -194,8 +192,6 @@ class _Seen:
         accesses: in order, each with whether it only looks a container up: what for is not seen.
         old_reads: of entries as another microbatch may have left them.
         used: entry of a container -> the first use of a tensor that was there at the start.
-        from_glue: code between units uses it.
-        in_place: tensors in it have changed.
         told: a write was noted and not looked at yet.
     """
 

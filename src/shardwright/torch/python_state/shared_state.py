@@ -55,7 +55,6 @@ class Filled(NamedTuple):
     """The result of a call that changes containers among its arguments.
 
     Attributes:
-        result: what the unit returned.
         contents: number of a container (see `Containers`) -> its entries.
     """
 

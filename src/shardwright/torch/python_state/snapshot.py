@@ -202,7 +202,6 @@ class SlotContent:
     """The content of one slot of a module, an object or a dictionary at one moment.
 
     Attributes:
-        holder: the module, object or dictionary.
         key: the name of the attribute, or the key.
         inside: the entries of that, if it is a container.
         versions: how often tensors there have been changed in place.

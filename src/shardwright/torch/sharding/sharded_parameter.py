@@ -149,7 +149,6 @@ class ShardedParameter:
     It begins in the form `Form.WHOLE`.
 
     Attributes:
-        own_rows: which rows this rank keeps.
         spec: how ranks share the parameter, whose part has these rows; None where they do not.
         gradient: of these, what the batch that runs has added; None where that is nothing.
     """

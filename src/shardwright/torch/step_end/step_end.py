@@ -245,7 +245,6 @@ class StepEnd:
 
     Attributes:
         finiteness: whether the update is left out.
-        numbers: what optimizers update with.
     """
 
     def __init__(self, context: Context, model: TrainedModel):

@@ -217,7 +217,6 @@ class TensorGroup:
         rank: of this process in the group.
         collectives: how the ranks reach each other.
         prices: by which an operation's placements are chosen.
-        traffic: what this rank has sent.
         computed_whole: how often an operation had no rule for its divided inputs, so that every rank did it
             all, by its name.
         decisions: how each operation runs, by operation, tensors and scalars.

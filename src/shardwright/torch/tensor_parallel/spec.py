@@ -46,8 +46,6 @@ class Spec:
         copied: the tensor is a view for the script, but has memory of its own (see `placing.py`).
         apart: of a part that an inner group cuts: stands for how each rank of the outer group has its own
             part cut; 0 where all have them cut alike, or evenly, each by its own length (see `nesting.py`).
-        is_pending: it is a partial sum.
-        is_cut: each rank has a part.
         with_whole: in the key of a decision, stands for a tensor of which all elements are at hand.
     """
 

@@ -35,9 +35,6 @@ class DividedTail:
     """Operations behind a unit that ranks compute on their parts of its results.
 
     Attributes:
-        unit: node of the unit.
-        nodes: the operations, in order.
-        steps: of the trace: the same.
         values: that stay as ranks have them: results of the unit, and of operations that others take.
         returned: those of the values that the step function returns.
         leaving: results of the operations that others get whole.

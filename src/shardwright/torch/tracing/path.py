@@ -63,7 +63,6 @@ class _Call:
     """A free operation that leads to what Python reads, or reads it.
 
     Attributes:
-        func: the torch function.
         items: leaves of its arguments, keys in place of tensors.
         arguments: makes (args, kwargs) of them.
         results: (position among the leaves of the result, key).
@@ -88,7 +87,6 @@ class Path:
         batch: key -> position among the leaves of the step function's arguments.
         constants: key -> tensor that is neither of the batch nor computed, or the name of the model's buffer.
         copied: keys of tensors that the calls change in place.
-        model: where the buffers are.
     """
 
     calls: tuple[_Call, ...]

@@ -203,13 +203,10 @@ class Recording:
 
     Attributes:
         values: the values of the graph, and all fake tensors.
-        buffers: those outside of units.
         recorder: the steps, and the nodes of the graph.
         end: where a `ReadingStep` is left.
         hidden: what units use without having been given it.
-        samples: calls of each cost class.
         python_draws: random numbers of Python and NumPy.
-        draws: PyTorch's.
         path: the free operations, and what Python reads of their results.
         statistics: layers that compute statistics over samples.
         repeated_buffers: buffers that ``torch.utils.checkpoint`` changes a second time.

@@ -138,7 +138,6 @@ class Sample:
     Attributes:
         func: the unit's module, or the torch function.
         leaves: leaves of the arguments; fake tensors in place of real ones.
-        structure: their structure.
         autocast: in force when it was called.
         hooks: knows which hooks of the unit change something.
     """
@@ -176,7 +175,6 @@ class RandomUse:
 
     Attributes:
         python_at: how many steps have run where random numbers of Python or NumPy are drawn between units.
-        python_in_units: units draw such numbers, too.
         set_at: the line that has set PyTorch's generators so that ranks would not draw what a plain loop
             draws; empty if none has.
     """
@@ -212,7 +210,6 @@ class Trace:
 
     Attributes:
         graph: the nodes that are placed on stages.
-        tensors: the tensors behind its values.
         unit_names: names of all units, also of those that are not called.
         steps: everything that is intercepted, free operations included.
         backward_at: number of steps before ``backward``; None without one.
@@ -222,8 +219,6 @@ class Trace:
         repeated_buffers: name of a buffer that ``torch.utils.checkpoint`` changes a second time -> whether
             it is changed just so, once in the forward.
         random: random numbers that the steps do not tell of.
-        effects: what else it changes.
-        end: where the trace ends.
         loss: how the loss is reduced over samples; None where the trace ends before.
         evaluated: without ``backward``: place in the result -> how that number is reduced over samples.
         samples: cost class -> arguments of its first call, to be timed.
@@ -312,11 +307,7 @@ class TraceRequest:
     """A step function that is to be traced, and how: see `trace_step`.
 
     Attributes:
-        unit_map: the units.
-        function: the step function.
         arguments: its (args, kwargs).
-        device: where the units compute.
-        batch_size: samples in the microbatch.
         hooks: knows which hooks of modules change something.
         numbers: watches the numbers among the arguments.
         ends_at: see `EndFinder`.

@@ -33,7 +33,6 @@ class _CallResults:
     """The result of a call, and the tensors that it left in attributes of a unit.
 
     Attributes:
-        structure: of the result.
         leaves: of the result: deferred tensors in place of fake ones, and arguments that are passed on.
         passed: position among the leaves -> position of the argument that is passed on.
         attributes: where a unit leaves tensors: (module, name, what another rank finds there).
@@ -90,7 +89,6 @@ class TraceRecorder:
     """The steps of a trace, in order of execution.
 
     Attributes:
-        steps: everything that is intercepted.
         batch_memory: memory of the microbatch: that it is saved takes no further memory.
         loss: value given to ``backward``; None without one.
         backward_at: number of steps before ``backward``; None without one.

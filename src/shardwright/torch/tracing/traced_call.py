@@ -77,11 +77,8 @@ class TracedCall:
     Attributes:
         func: the unit's module, or the torch function.
         items: leaves of its arguments, as the step function gives them.
-        structure: their structure.
         reads: (position among the leaves, value) of each value among them.
         arguments: (args, kwargs) with fake tensors.
-        fakes: leaves of these.
-        line: where in the user's code.
     """
 
     func: Callable[..., Any]

@@ -32,7 +32,6 @@ class _TracedValue:
     Attributes:
         producer: index of the node that makes it.
         position: among what the node makes; -1 for what was changed in place, or is there at the start.
-        fake: shape and memory.
         holder: the tensor that the step function has.
         had_gradient: it required a gradient when it was made.
     """

@@ -44,9 +44,7 @@ class Tracer:
     Attributes:
         before_step: called before every call, with the leaves of its arguments, and before ``backward``.
         after_unit: called after every call of a unit.
-        samples: calls of each cost class.
         python_draws: random numbers of Python and NumPy.
-        draws: PyTorch's.
         end: where a `ReadingStep` is left.
     """
 

@@ -162,10 +162,8 @@ class UnitPart:
     """What one rank has of a unit.
 
     Attributes:
-        cuts: of its parameters, by name.
         experts: those of them that all ranks of a grid share.
         rank, num_ranks: who has it, of all that share a batch.
-        between: where tensors between units are.
     """
 
     unit: Unit

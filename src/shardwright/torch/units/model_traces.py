@@ -169,7 +169,6 @@ class _Watch:
     Attributes:
         costs: name of a module -> what it has done.
         entanglement: which modules cannot be split.
-        remade: which give buffers another shape.
     """
 
     def __init__(self, on_module: Callable[[], None] | None = None) -> None:

@@ -55,12 +55,9 @@ class Microbatch:
     """The handler of a step function while it runs.
 
     Attributes:
-        index: which microbatch.
-        program: what this rank does.
         loss: the loss, on the rank that computes it.
         loss_gradient: gradient that the user gave to ``backward``.
         tensors: what it keeps beside the user's variables.
-        generators: random numbers of its steps.
         state: what it finds in modules, and leaves there.
         uses: id of a weight -> contributions to its gradient that are still to come.
         offloads: of the stages that offload what they keep.

@@ -114,11 +114,8 @@ class SharedByMicrobatches:
     """What the microbatches of a batch have in common on a rank.
 
     Attributes:
-        function: the step function.
         receive: waits for a value of another rank; gets the index of the microbatch.
         board: where ranks put up values that the step function reads.
-        device: where this rank computes.
-        model: the whole model.
         parameters: gives the ids of its parameters.
         buffers: those that microbatches change, one after the other; None without any.
         attributes: those that microbatches change; None without any.

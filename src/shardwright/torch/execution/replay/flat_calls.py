@@ -226,19 +226,15 @@ class FlatCall:
     """One call.
 
     Attributes:
-        run: what is called.
         gather: gives the leaves of its arguments from the places.
         arguments: makes (args, kwargs) of them; None where they are all by position.
         instruction: None for a free operation that the trace does not have.
-        position: of that.
         cuts: (leaf, value of another stage), where nothing else must be found.
         finds: arguments must be found in another way, too.
-        draws: it takes random numbers.
         keeps: something of its result is kept, or compared with the trace.
         place: of its result, where that is one tensor; -1 where nobody needs it.
         places: (leaf of the result, place), where it is not.
         last_uses: places that nobody needs any more.
-        is_free: every rank runs it.
     """
 
     run: Callable[..., Any]

@@ -59,7 +59,6 @@ class FlatProgram:
 
     Attributes:
         result: places of the leaves of the result.
-        result_structure: of that.
         trains: it has called ``backward``.
     """
 

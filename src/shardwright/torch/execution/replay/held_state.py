@@ -78,7 +78,6 @@ class Binding:
     """A variable.
 
     Attributes:
-        value: what it holds.
         is_followed: that is a module, of which one attribute alone is used.
     """
 

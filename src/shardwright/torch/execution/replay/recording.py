@@ -77,14 +77,8 @@ class Call:
     """A call that this rank has made.
 
     Attributes:
-        position: of its instruction.
         instruction: None for a free operation that the trace does not have.
         func: the torch function, or the unit.
-        structure: of its arguments.
-        sources: of their leaves.
-        settings: in force.
-        num_results: leaves of its result.
-        is_one: that is a tensor.
         changes: it changes a tensor among its arguments.
     """
 
@@ -118,7 +112,6 @@ class GivenObject:
     """An object that units are given: a cache for keys and values, for example.
 
     Attributes:
-        find: gives it, while it lives.
         pickled: as it was when a unit got it first; empty where that is not possible.
     """
 
@@ -147,12 +140,8 @@ class Recording:
 
     Attributes:
         why: it cannot be replayed; empty where it can.
-        calls: in their order.
         result: where the leaves of its result come from.
-        result_structure: of that.
         behind_backward: number of calls before ``backward``; None without one.
-        entry: the settings at its begin.
-        objects: that units are given.
     """
 
     why: str = ""

@@ -81,7 +81,6 @@ class Operation:
     """An operation of a step. Tensors have numbers.
 
     Attributes:
-        index: its place in the step.
         func: the operator; None where all inputs are placed as between units: they leave the unit, or one
             within it.
         inputs: numbers of its tensor arguments, in order.
