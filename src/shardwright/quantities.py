@@ -20,8 +20,6 @@ MOST_STEPS = 10**15
 MOST_UNITS = 100_000
 MOST_ELEMENTS = 10**15  # of parameters
 MOST_BYTES = 2**60
-MOST_TIMES = 1e9  # as fast, or as slow
-
 MOST_SECONDS = 1e6
 """Of a timeout: eleven days. What waits counts milliseconds in 32 bits, which end soon after."""
 

@@ -66,18 +66,17 @@ def plan_survivors(
     make: Callable[[Candidate], Iterable[Plan]],
     *,
     seconds: Callable[[Candidate, Plan], float],
-    most: int = 1,
 ) -> _Survivors[Candidate]:
-    """Plans the candidates that may be among the best; all of them where none can be planned."""
+    """Plans the candidates that may be the best; all of them where none can be planned."""
     planned: list[Planned[Candidate]] = []
     failures: dict[int, PlanError] = {}
     order = sorted(range(len(candidates)), key=lambda number: (expected[number], number))
     for place, number in enumerate(order):
         candidate = candidates[number]
-        if len(planned) >= most:
-            last = sorted(planned, key=lambda each: each.seconds)[most - 1]
+        if planned:
+            best = min(planned, key=lambda each: each.seconds)
             # Where closed forms say too much of all, or too little, that of the best says it, too.
-            if expected[number] > _TRUST * max(last.seconds, last.expected_s):
+            if expected[number] > _TRUST * max(best.seconds, best.expected_s):
                 return _Survivors(planned, _in_order(failures), len(order) - place)
         try:
             for plan in make(candidate):
@@ -137,36 +136,23 @@ def best_of_meshes(
     candidates: Sequence[Mesh], make: Callable[[Mesh], Plan], *, expected: Sequence[float] | None = None
 ) -> Plan:
     """The plan with most samples a second over all grids, of near ties the simplest."""
-    survivors = _survivors(candidates, lambda mesh: (make(mesh),), expected, most=1)
+    survivors = plan_survivors(
+        candidates,
+        [0.0] * len(candidates) if expected is None else expected,
+        lambda mesh: (make(mesh),),
+        seconds=_seconds_of_replica,
+    )
     found = survivors.planned
+    if not found:
+        failures = survivors.failures
+        too_large = [error for error in failures if isinstance(error, InfeasiblePlanError)]
+        raise (too_large or failures)[-1]
     least = min(each.seconds for each in found)
     near = [each for each in found if each.seconds <= least * _NEAR_TIE]
     best = min(near, key=lambda each: (_simplicity(each), each.seconds))
     rivals = sorted((each for each in found if each is not best), key=lambda each: each.seconds)
     why = (*best.plan.why, _choice(best, rivals, survivors))
     return best.plan.model_copy(update={"why": why})
-
-
-def _survivors(
-    candidates: Sequence[Mesh],
-    make: Callable[[Mesh], Iterable[Plan]],
-    expected: Sequence[float] | None,
-    *,
-    most: int,
-) -> _Survivors[Mesh]:
-    """The plans of the grids that may be among the best."""
-    survivors = plan_survivors(
-        candidates,
-        [0.0] * len(candidates) if expected is None else expected,
-        make,
-        seconds=_seconds_of_replica,
-        most=most,
-    )
-    if not survivors.planned:
-        failures = survivors.failures
-        too_large = [error for error in failures if isinstance(error, InfeasiblePlanError)]
-        raise (too_large or failures)[-1]
-    return survivors
 
 
 def _seconds_of_replica(mesh: Mesh, plan: Plan) -> float:

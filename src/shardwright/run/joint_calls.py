@@ -1,6 +1,5 @@
 """Calls that several ranks make together, and the rank that failed first, or whose data ran out."""
 
-import datetime
 import itertools
 import os
 import socket
@@ -145,7 +144,6 @@ _T = TypeVar("_T")
 
 _RUNS = itertools.count()
 _LONGEST_SILENCE_S = 30.0
-_PATIENCE = datetime.timedelta(seconds=20)
 
 
 def prepare(made: Context) -> None:

@@ -28,7 +28,6 @@ _RATES = {
 }
 _MORE = 1.1
 _FELT = 0.002
-_NUM_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
