@@ -360,6 +360,22 @@ def test_a_module_with_the_weights_of_one_rank_is_not_pickled():
     run_ranks(job, 2)
 
 
+def test_one_model_after_another():
+    """Folds of a cross-validation: the advice was to put all models into one."""
+
+    def job():
+        script = Script()
+        with pytest.raises(UsageError, match=r"folds, trials.*sw.shutdown\(\) and sw.init"):
+            script.sw.DistributedModel(four_layers())
+        first = script.train(script.model, script.x).reduce_mean().item()
+        script.sw.shutdown()
+        again = Script()
+        return first, again.train(again.model, again.x).reduce_mean().item()
+
+    for first, again in run_ranks(job, 2):
+        assert first == again
+
+
 def test_the_part_of_a_rank_is_not_saved_as_if_it_were_the_model():
     """``model.module.state_dict()``, as for DistributedDataParallel, had tensors without data."""
 

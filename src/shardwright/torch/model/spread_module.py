@@ -33,7 +33,8 @@ def accepted(module: nn.Module, current: Context) -> nn.Module:
         )
     if current.model is not None:
         raise UsageError(
-            "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
+            "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that; or, "
+            "for one model after another (folds, trials), call sw.shutdown() and sw.init(...) in between."
         )
     refuse_wrappers(module, alone=not current.mesh.spreads_model)
     module = without_scripted(without_compilers(module))
