@@ -179,10 +179,12 @@ def _estimate(graph: ModelGraph, node: Node, rates: RankRates, overhead_s: float
     call_s = overhead_s * (node.kind == "unit")
     has_backward = any(spec.requires_grad for spec in outputs)
     trained = any(parameter.spec.requires_grad and not parameter.is_buffer for parameter in held)
+    # One that leaves nothing for later stays in one piece, as under autocast.
+    is_split = has_backward and trained and node.flops and node.kind == "unit" and node.weight_bytes != 0
     return UnitCost(
         forward_s=price.forward + call_s,
         backward_s=price.backward + 2 * call_s if has_backward else 0.0,
-        weight_s=price.weight if has_backward and trained and node.flops and node.kind == "unit" else 0.0,
+        weight_s=price.weight if is_split else 0.0,
         saved_bytes=node.saved_bytes,
         work_bytes=node.work_bytes,
         weight_bytes=node.weight_bytes,

@@ -1,5 +1,7 @@
 """Profiles without measurement."""
 
+from dataclasses import replace
+
 import pytest
 from graphs import GraphBuilder
 
@@ -23,6 +25,18 @@ def test_roofline_adds_up() -> None:
     assert (cost.input_bytes, cost.flops) == (200, 7 * 10**8)
     assert cost.provenance == "estimated"
     assert profile.device == "paper"
+
+
+def test_a_backward_that_leaves_nothing_for_later_is_in_one_piece() -> None:
+    """Under autocast a zero-bubble schedule was chosen for a split that does not happen."""
+    builder = GraphBuilder()
+    weight = builder.parameter("w", 600)
+    graph = builder.graph(loss=builder.unit("a", parameters=[weight], cost_class="a", flops=7 * 10**8))
+    whole = replace(graph, nodes=tuple(replace(node, weight_bytes=0) for node in graph.nodes))
+    split, in_one = (estimate_profile(each, device=DEVICE).costs["a"] for each in (graph, whole))
+    assert split.weight_s > 0
+    assert in_one.weight_s == 0.0
+    assert in_one.backward_s == split.backward_s
 
 
 def test_no_backward_without_gradients() -> None:

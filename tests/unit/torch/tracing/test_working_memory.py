@@ -44,6 +44,14 @@ def test_linear_layers_keep_inputs_and_gradients_for_their_weights():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+def test_autocast_leaves_nothing_for_later():
+    """Four bytes were left, so that an estimated plan split a backward that autocast keeps in one piece."""
+    with new_fake_mode():
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert count(module).weight_bytes == 0
+
+
 def test_nothing_is_known_without_gradients_or_where_it_fails():
     class Broken(nn.Module):
         def forward(self, x):
