@@ -1,4 +1,4 @@
-"""A rank that sleeps is named with its stack while the others wait; a lone collective ends the run."""
+"""Who sleeps, or runs no Python, is named with its stack; a stopped rank, or a lone one, ends the run."""
 
 import subprocess
 import sys
@@ -41,3 +41,42 @@ def test_who_sleeps_is_named_and_a_lone_collective_ends(tmp_path: Path) -> None:
     assert found.returncode == 6, said
     assert "rank 0 waits in torch.distributed.all_reduce" in said
     assert "which waits for rank 0: rank 1 is in the step function train" in said
+
+
+SILENT = """
+import ctypes, os, signal, time, torch, shardwright.torch as sw
+sw.init({"profile": "estimated", "report": False, "microbatches": 2, "timeout_s": 300})
+model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
+
+@sw.step
+def train(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+def load(step):
+    if step == 2 and sw.rank() == 1:
+        ctypes.PyDLL(None).sleep(7)
+    if step == 4 and sw.rank() == 1:
+        time.sleep(2); os.kill(os.getpid(), signal.SIGSTOP)
+    return torch.ones(4, 8)
+
+for step in range(6):
+    train(model, load(step))
+"""
+
+
+def test_who_runs_no_python_is_named_and_who_is_stopped_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SILENT)
+    command = [sys.executable, "-m", "shardwright", "run", "-n", "2", "train.py"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
+    said = found.stderr
+    lines = {text.strip(): number for number, text in enumerate(SILENT.splitlines(), 1)}
+    assert "rank 1 has not run Python for " in said, said
+    assert "rank 0 waits for it. It was " in said
+    assert f'train.py", line {lines["ctypes.PyDLL(None).sleep(7)"]} in load' in said
+    assert found.returncode == 6, said
+    assert "rank 1 hangs: rank 0 waited for it in vain" in said
+    assert "rank 1 hangs: a signal (SIGSTOP) has stopped its process" in said
+    assert f"train.py:{lines['time.sleep(2); os.kill(os.getpid(), signal.SIGSTOP)']} in load" in said
+    assert "killed, because rank 0 found that it hangs" in said

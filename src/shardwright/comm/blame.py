@@ -101,6 +101,11 @@ class Blame:
         self._has_note = True
         self._ask(lambda: self._store.set(_key(self._rank), json.dumps(note)))
 
+    def accuse(self, rank: int, why: str) -> None:
+        """Says for another rank, which cannot say it, why it fails."""
+        note = {"lost_peer": None, "text": why[:2000], "is_loss": False, "is_final": True}
+        self._ask(lambda: self._store.set(_key(rank), json.dumps(note)))
+
     def has_failed(self, rank: int) -> bool:
         """Whether a rank has said that it fails."""
         return bool(self._ask(lambda: self._store.check([_key(rank)])))

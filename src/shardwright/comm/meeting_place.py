@@ -26,8 +26,15 @@ _JOINT = frozenset(
 )
 _MODULE = "torch.distributed.distributed_c10d"
 # Functions of these wait for other ranks; what they call waits for them.
-_WAITING = ("shardwright.comm.", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
-_HELPERS = ("threading", "selectors", "queue", "contextlib")
+_WAITING = (
+    "shardwright.comm.",
+    "shardwright.torch.replicas.",
+    "shardwright.torch.sharding.",
+    "shardwright.torch.script_collectives",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
+)
+_HELPERS = ("threading", "selectors", "queue", "contextlib", "torch.futures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,15 @@ class Stillness:
         """Whether it waits for other ranks."""
         frame = self.frame
         return frame is not None and waits_for_others(frame)
+
+    @property
+    def outline(self) -> str:
+        """Its innermost functions, each in a line: what can be told at all times, without reading sources."""
+        frame, lines = self.frame, list[str]()
+        while frame is not None and len(lines) < _MOST_LINES:
+            lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frame = frame.f_back
+        return "\n".join(reversed(lines))
 
     @property
     def stack(self) -> str:

@@ -34,6 +34,7 @@ from typing import Protocol
 from shardwright.comm.joining.run_secret import not_from_a_stranger
 from shardwright.comm.meeting_place import MeetingPlace, Note, Stillness, joint_call, script_line
 from shardwright.comm.message_names import listed
+from shardwright.comm.pulse import Pulse, Pulses
 from shardwright.errors import PeerTimeoutError
 from shardwright.exit_codes import HANG
 
@@ -165,6 +166,7 @@ class Whereabouts:
     Attributes:
         steps: training steps that this rank has made.
         also_tell: called with each note: tells what others want to know of a rank that does not get on.
+        does: what the rank does in the step that it is in.
     """
 
     def __init__(
@@ -176,6 +178,9 @@ class Whereabouts:
         confess: Callable[[BaseException], None] = lambda error: None,
         stalls: Callable[[Callable[[int], Note | None]], Stalls] | None = None,
         limit_silence: Callable[[], None] = lambda: None,
+        pulse: Pulse | None = None,
+        pulses: Pulses | None = None,
+        accuse: Callable[[int, str], None] = lambda rank, why: None,
     ):
         self._store = store
         self._own_store: Store | None = None
@@ -193,6 +198,10 @@ class Whereabouts:
         self._process_id = os.getpid()
         self._confess = confess
         self._limit_silence = limit_silence
+        self._pulse = pulse
+        self._pulses = pulses
+        self._accuse = accuse
+        self.does: Callable[[], str] = str
         self._ended = ""
         self._failed = False
         self._counts_hold = True
@@ -320,21 +329,42 @@ class Whereabouts:
         self.script_ended(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
     def _watch(self) -> None:
-        seen, next_s = -1, 0.0
+        seen, next_s, answers = -1, 0.0, True
         while not self._closed.wait(_TICK_S):
             self._stillness.look()
+            self._beat()
             now_s = time.monotonic()
             if self._moves != seen:
                 seen, next_s = self._moves, now_s + _STUCK_S
-            elif now_s >= next_s:
+            elif answers and now_s >= next_s:
                 self._limit_silence()
                 note = self.note()
-                if not self._leave(note, self._store_of_thread()):
-                    return
+                if not (answers := self._leave(note, self._store_of_thread())):
+                    continue
                 if self._stalls is not None and (why := self._stalls.look(note)):
                     self._end(why)
                 next_s = now_s + _NOTE_EVERY_S
-        self._leave(self.note(), self._own_store or self._store)
+        if self._pulse is not None:
+            self._pulse.rest()
+        if answers:
+            self._leave(self.note(), self._own_store or self._store)
+
+    def _beat(self) -> None:
+        """Tells the others of this host that this rank lives, and looks whether they do."""
+        if self._pulse is None:
+            return
+        waits = self._stillness.waits
+        step = f"in step {self.steps + 1}" if self._place is not None else f"after step {self.steps}"
+        frame = self._stillness.frame
+        line = "" if frame is None else script_line(frame)
+        does = ", ".join(filter(None, (step, self.does(), line and f"at {line}")))
+        self._pulse.beat(waits=waits, does=does, stack=self._stillness.outline)
+        found = None if self._pulses is None else self._pulses.look(waits=waits)
+        if found is not None and self._pulses is not None:
+            rank, why = found
+            self._accuse(rank, why)
+            self._pulses.pages[rank].end()
+            self._end(why)
 
     def _said_to_thread(self, rank: int) -> Note | None:
         """The last note of another rank, as the thread reads it; None where it has written none."""

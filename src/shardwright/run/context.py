@@ -16,6 +16,7 @@ from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import default_store, group_of, tell_all, tell_from
 from shardwright.comm.joining.store import ValueBoard
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.pulse import PageAddress, Pulse
 from shardwright.comm.roll_call import RollCall
 from shardwright.comm.transport import SmallCollectives, Transport
 from shardwright.comm.whereabouts import Whereabouts
@@ -77,10 +78,16 @@ class Links:
 
 
 class Host(NamedTuple):
-    """The host of a rank, and the address from which that rank reaches the one that serves the store."""
+    """The host of a rank.
+
+    Attributes:
+        address: from which the rank reaches the host that serves the store.
+        page: of the rank's pulse.
+    """
 
     name: str
     address: str
+    page: PageAddress
 
 
 @dataclass(slots=True)
@@ -91,11 +98,14 @@ class RankWatch:
         blame: finds out which rank failed first.
         whereabouts: tells the others where this rank is in its script.
         roll_call: waits for ranks that are to make a call together.
+        pulse: tells the other ranks of this host that this one lives.
+        hosts: of all ranks.
     """
 
     blame: Blame | None = None
     whereabouts: Whereabouts | None = None
     roll_call: RollCall | None = None
+    pulse: Pulse | None = None
     hosts: tuple[Host, ...] = ()
 
 

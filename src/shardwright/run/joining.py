@@ -31,6 +31,7 @@ from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.launchers import detect
 from shardwright.comm.local_peers import connect_local_peers
 from shardwright.comm.message_names import BACKEND
+from shardwright.comm.pulse import PageAddress, Pulse
 from shardwright.comm.transport import SmallCollectives, Transport
 from shardwright.config import Config
 from shardwright.config.config import refuse_misplaced
@@ -126,9 +127,12 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     assert made.watch.blame is not None
     made.watch.blame.begin()  # before any rank can wait for this one, and finds a note of an earlier run
     refuse_mixed_versions(tell_all)
-    _refuse_mixed_settings(made.mesh, made.config)
-    if made.local_size < made.mesh.world_size:
-        made.watch.hosts = tuple(Host(*host) for host in tell_all(_host(environment)))
+    made.watch.pulse = Pulse(made.rank)
+    facts = (*_host(environment), tuple(made.watch.pulse.address))
+    made.watch.hosts = tuple(
+        Host(name, address, PageAddress(*page))
+        for name, address, page in _alike_settings(made.mesh, made.config, facts)
+    )
     made.config = _with_limit_of_first(made.config)
     leave_groups_in_doubt()
     if made.device.type == "cpu" and made.config.shared_memory:
@@ -213,18 +217,18 @@ _OF_RECORDED_STEPS = frozenset({"steps", "trace", "log_interval"})
 """Settings that say in which steps the ranks of a pipeline exchange what they measured."""
 
 
-def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
-    """Refuses ranks that lay each other out in different ways, or plan by others."""
+def _alike_settings(mesh: Mesh, config: Config, facts: Any) -> list[Any]:
+    """Refuses ranks that lay each other out in different ways, or plan by others; returns their facts."""
     degrees = f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}"
     compared = (_OF_ALL_RANKS | _OF_RECORDED_STEPS) if mesh.pipeline > 1 else _OF_ALL_RANKS
     given = {name: value for name, value in config.pins.items() if name not in _OF_A_RANK}
     given |= {name: value for name, value in config.given.items() if name in compared}
     pins = {name: repr(value) for name, value in given.items()}
-    told: list[tuple[str, dict[str, str]]] = tell_all((degrees, pins))
-    rank = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    told: list[tuple[str, dict[str, str], Any]] = tell_all((degrees, pins, facts))
+    rank = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), None)
     if rank is None:
-        return
-    (first, settings), (other, others) = told[0], told[rank]
+        return [of_rank for *_, of_rank in told]
+    (first, settings, _), (other, others, _) = told[0], told[rank]
     if first != other:
         raise ConfigError(
             f"the ranks have different degrees: rank 0 has {first}, and rank {rank} has {other}. "

@@ -14,10 +14,12 @@ from shardwright.comm.blame import Blame, Note
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.joining.store import limit_silence
 from shardwright.comm.message_names import listed, lost_peer, names_a_lost_peer
+from shardwright.comm.pulse import Pulses
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Stalls, Whereabouts
 from shardwright.errors import CheckpointError, PeerLostError, PeerTimeoutError, UsageError
 from shardwright.run.context import Context, context, is_initialized
+from shardwright.runtime.action_loop import present_action
 
 STEP = "the step function"
 """The beginning of every step's `MeetingPlace.where`."""
@@ -80,7 +82,7 @@ def _cut_off(context: Context, rank: int) -> str:
     if not (hosts := context.watch.hosts):
         return ""
     here, there = hosts[context.rank], hosts[rank]
-    if here == there or not there.address:
+    if here[:2] == there[:2] or not there.address:
         return ""
     try:
         socket.create_connection((there.address, _NO_PORT), timeout=_ANSWER_S).close()
@@ -139,7 +141,6 @@ def out_of_data(context: Context, error: PeerLostError | UsageError) -> PeerLost
 def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(sorted(ranks))}"
 
-
 _T = TypeVar("_T")
 
 _RUNS = itertools.count()
@@ -157,6 +158,9 @@ def prepare(made: Context) -> None:
         rank=made.rank,
         run=run,
         confess=partial(_confess, made),
+        pulse=made.watch.pulse,
+        pulses=_pulses(made),
+        accuse=_accuse(made),
         stalls=lambda said: Stalls(made.rank, made.config.missing_ranks_s, said, _tell_of_a_stall),
         limit_silence=partial(limit_silence, store, min(made.config.timeout_s / 2, _LONGEST_SILENCE_S)),
     )
@@ -169,7 +173,20 @@ def prepare(made: Context) -> None:
         local=made.links.local_peers,
         tell=lambda text: warnings.warn(text, stacklevel=2),
     )
+    whereabouts.does = present_action
     whereabouts.watch()
+
+
+def _pulses(made: Context) -> Pulses | None:
+    """Over the other ranks of this host."""
+    pulse = made.watch.pulse
+    pages = {} if pulse is None else pulse.others(host.page for host in made.watch.hosts)
+    return Pulses(made.rank, pages, _tell_of_a_stall) if pages else None
+
+
+def _accuse(made: Context) -> Callable[[int, str], None]:
+    blame = made.watch.blame
+    return (lambda rank, why: None) if blame is None else blame.accuse
 
 
 def _tell_of_a_stall(text: str) -> None:

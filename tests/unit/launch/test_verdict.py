@@ -281,3 +281,19 @@ def test_a_rank_that_hangs_is_in_the_headline_and_not_the_one_that_waited():
     headline, *_ = failure_report(exits).splitlines()
     assert headline == "rank 1 hangs: rank 0 waited for it in vain, and ended after 5.00 s: exit code 1"
     assert exit_code(exits) == 6
+
+
+def test_a_rank_that_another_has_ended_is_what_hangs_and_no_cause():
+    """Its end, by a signal that leaves no trace, comes before that of the rank that gave up."""
+    error = traceback_of(
+        "train.py",
+        error="shardwright.errors.PeerTimeoutError: rank 1 hangs: a signal (SIGSTOP) has stopped its process "
+        "7 for 4 s, and rank 0 waits for it. It was in step 3, at train.py:8.",
+    )
+    exits = [ended(1, -9, 10.0), ended(0, 6, 10.01, error=error)]
+    report = failure_report(exits)
+    assert report.startswith("rank 1 hangs: rank 0 waited for it in vain, and ended after")
+    assert "killed, because rank 0 found that it hangs" in report
+    assert "out of memory" not in report
+    assert "other hosts" not in report
+    assert exit_code(exits) == 6

@@ -119,6 +119,6 @@ def test_ranks_with_other_settings_are_refused(
         return told if len(told) == 2 else [mine, mine]
 
     monkeypatch.setattr(joining_module, "tell_all", gather)
-    joining_module._refuse_mixed_settings(mesh, Config.parse(own))
+    joining_module._alike_settings(mesh, Config.parse(own), "facts")
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
-        joining_module._refuse_mixed_settings(mesh, Config.parse(others))
+        joining_module._alike_settings(mesh, Config.parse(others), "facts")

@@ -132,11 +132,18 @@ def limit_silence(store: Any, seconds: float) -> None:
         if store is None:
             return  # a file, or the memory of this process
     folder = Path("/proc/self/fd")
-    for descriptor in os.listdir(folder) if folder.is_dir() else ():
-        # It may be closed meanwhile, no socket, or a listening one.
-        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as found:
-            if found.family != socket.AF_UNIX and found.getpeername()[1] == store.port:
-                _limit_silence_of(found, seconds)
+    # With a default for timeouts, looking at a connection would change it.
+    looks = folder.is_dir() and socket.getdefaulttimeout() is None
+    for descriptor in os.listdir(folder) if looks else ():
+        with suppress(OSError):  # it is closed meanwhile, or only listens
+            if not os.readlink(folder / descriptor).startswith("socket:"):
+                continue
+            found = socket.socket(fileno=int(descriptor))
+            try:
+                if found.family != socket.AF_UNIX and found.getpeername()[1] == store.port:
+                    _limit_silence_of(found, seconds)
+            finally:
+                found.detach()  # it stays its owner's
 
 
 def _limit_silence_of(connection: socket.socket, seconds: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwright import errors
 from shardwright.comm.message_names import names_a_lost_peer
-from shardwright.exit_codes import FAILED, exit_code_of
+from shardwright.exit_codes import FAILED, HANG, exit_code_of
 from shardwright.launch.processes import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.worker_output import begins_last_words, fold
 from shardwright.quantities import format_seconds
@@ -14,6 +14,7 @@ from shardwright.quantities import format_seconds
 WORKER_CRASHED = 5
 _SAME = "with the same error"
 _NOTICED = "noticed it, and ended"
+_ENDED = "killed, because"
 _MANY = 4
 """So many ranks that ended alike share a line."""
 _LONGEST = 160
@@ -22,6 +23,7 @@ _FROM_PEER = re.compile(r"(?:receiving from|sending to) rank (\d+) failed")
 _WAIT_FOR_EACH_OTHER = "All ranks of a group make the same collectives"
 _HUNG = re.compile(
     r"(?:receiving from|sending to) rank (\d+) failed: no answer|Rank (\d+) has not come within"
+    r"|rank (\d+) hangs: "
 )
 # Errors of others, and what a script does about them with us.
 _REMEDIES = {
@@ -75,7 +77,19 @@ _PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
 def first_cause_first(exits: Sequence[WorkerExit]) -> list[WorkerExit]:
     """Sorts the workers that failed: causes, those that lost a peer, those that were told to stop."""
     failed = [worker_exit for worker_exit in exits if worker_exit.exit_code != 0]
-    return sorted(failed, key=lambda worker_exit: (_distance_from_cause(worker_exit), worker_exit.at_s))
+    ended_by_another = {rank for each in failed if each.exit_code == HANG for rank in _named_as_hung(each)}
+
+    def place(worker_exit: WorkerExit) -> tuple[int, float]:
+        distance = 2 if worker_exit.rank in ended_by_another else _distance_from_cause(worker_exit)
+        return distance, worker_exit.at_s
+
+    return sorted(failed, key=place)
+
+
+def _named_as_hung(worker_exit: WorkerExit) -> set[int]:
+    """The rank that this one has waited for in vain, if it says so."""
+    hung = _HUNG.search(_error_in_a_line(worker_exit.error))
+    return {int(rank) for rank in hung.groups() if rank} if hung else set()
 
 
 def _distance_from_cause(worker_exit: WorkerExit) -> int:
@@ -144,7 +158,8 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
         lines.append("  its stderr ends with:")
     is_for_users = _error_of_ours(first.error) is not None
     lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
-    if names_a_lost_peer(first.error) and _WAIT_FOR_EACH_OTHER not in first.error:
+    was_ended = any(_consequence(other, first).startswith(_ENDED) for other in others)
+    if names_a_lost_peer(first.error) and not was_ended and _WAIT_FOR_EACH_OTHER not in first.error:
         lines.append(f"  {_about_lost_peer(first, exits)}")
     error = "\n".join(_to_the_error(first.error)[-3:])  # with the line of the script
     lines += [f"  {remedy}" for missing, remedy in _REMEDIES.items() if missing.search(error)]
@@ -174,7 +189,7 @@ def _headline(first: WorkerExit) -> str:
     """Names the rank that hangs, and not the one that has waited for it, where that is known."""
     error = _error_in_a_line(first.error)
     hung = _HUNG.search(error) if _error_of_ours(first.error) is errors.PeerTimeoutError else None
-    if hung is None or (rank := hung[1] or hung[2]) == str(first.rank):
+    if hung is None or (rank := next(filter(None, hung.groups()))) == str(first.rank):
         return f"rank {first.rank} failed first,"
     return f"rank {rank} hangs: rank {first.rank} waited for it in vain, and ended"
 
@@ -216,6 +231,8 @@ def _cause(worker_exit: WorkerExit) -> str:
 
 
 def _consequence(worker_exit: WorkerExit, first: WorkerExit) -> str:
+    if worker_exit.rank in _named_as_hung(first) and worker_exit.exit_code == -signal.SIGKILL:
+        return f"{_ENDED} rank {first.rank} found that it hangs"
     if worker_exit.was_killed and worker_exit.signal_number is not None:
         return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"
     if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):

@@ -1,0 +1,117 @@
+"""The pulses of ranks: what a page says, and what is concluded from pages that stand still."""
+
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+from shardwright.comm import pulse
+from shardwright.comm.pulse import Beat, OtherPage, PageAddress, Pulse, Pulses
+
+
+@dataclass
+class Page:
+    """Of a rank that is made up."""
+
+    beat: Beat
+    kernel: str = "S"
+    asked: list[str] = field(default_factory=list)
+
+    def read(self):
+        return self.beat
+
+    def state(self):
+        return self.kernel
+
+    def stack(self):
+        return "its stack now"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now[0])
+    return now
+
+
+def beats(clock, pages, *, for_s, waits=True, rank=0, told=None):
+    """What rank 0 concludes at last, after it has looked regularly for some seconds."""
+    pulses = Pulses(rank, pages, [].append if told is None else told.append)
+    found = None
+    for _ in range(round(for_s / 0.5) + 1):
+        clock[0] += 0.5
+        found = pulses.look(waits=waits) or found
+    return found
+
+
+def at(seconds, *, rank=1, waits=False):
+    return Beat(rank, 4242, waits, seconds, "in step 3, forward of microbatch 1 on stage 0", "  train.py:7")
+
+
+def test_a_page_says_what_its_rank_has_written():
+    mine = Pulse(3)
+    if not mine.address.host:
+        pytest.skip("no pages here")
+    mine.beat(waits=True, does="in step 2, at train.py:8", stack="  a.py:1 in f\n  b.py:2 in g", at_s=5.0)
+    page = OtherPage(3, mine.address)
+    expected = Beat(3, os.getpid(), True, 5.0, "in step 2, at train.py:8", "  a.py:1 in f\n  b.py:2 in g")
+    assert page.read() == expected
+    assert page.state() in "RS"
+    mine.beat(waits=False, does="é" * 5000)
+    assert page.read().does.startswith("éé")
+    mine.rest()
+    mine.rest()
+    assert page.read().at_s == float("inf")
+
+
+def test_pages_of_other_hosts_and_of_other_processes_are_left_alone():
+    mine = Pulse(0)
+    if not mine.address.host:
+        pytest.skip("no pages here")
+    elsewhere = mine.address._replace(host="another")
+    ended = mine.address._replace(process=2**22 + 1)
+    nowhere = PageAddress("", 0, 0, 0)
+    assert not mine.others([mine.address, elsewhere, ended, nowhere, mine.address])  # the last is of rank 0
+
+
+def test_a_stopped_rank_ends_the_run_once_somebody_waits_for_it(clock):
+    page = Page(at(1000.0), kernel="T")
+    assert beats(clock, {1: page}, for_s=3.5) is None
+    clock[0] = 1000.0
+    assert beats(clock, {1: page}, for_s=10, waits=False) is None
+    clock[0] = 1000.0
+    told = []
+    rank, why = beats(clock, {1: page}, for_s=10, told=told)
+    assert rank == 1
+    assert why.startswith("rank 1 hangs: a signal (SIGSTOP) has stopped its process 4242 for ")
+    assert "forward of microbatch 1 on stage 0" in why
+    assert "train.py:7" in told[0]
+
+
+def test_only_the_first_of_those_that_wait_speaks(clock):
+    stopped = Page(at(1000.0), kernel="T")
+    waiting = Page(at(float("inf"), rank=0, waits=True))
+    assert beats(clock, {0: waiting, 1: stopped}, for_s=10, rank=2) is None
+
+
+@pytest.mark.parametrize("kernel", ["t", "Z", ""])
+def test_a_debugger_and_an_end_are_nobody_s_business_here(clock, kernel):
+    told = []
+    assert beats(clock, {1: Page(at(1000.0), kernel=kernel)}, for_s=10, told=told) is None
+    assert not told
+
+
+def test_a_rank_that_runs_no_python_is_named_once_and_waited_for(clock):
+    told = []
+    assert beats(clock, {1: Page(at(1000.0), kernel="R")}, for_s=20, told=told) is None
+    (text,) = told
+    assert text.startswith("rank 1 has not run Python for ")
+    assert text.endswith("its stack now")
+
+
+def test_a_rank_that_was_itself_held_up_does_not_judge_others_by_that(clock):
+    page = Page(at(1000.0), kernel="T")
+    pulses = Pulses(0, {1: page}, [].append)
+    for _ in range(5):
+        clock[0] += 20.0
+        assert pulses.look(waits=True) is None
