@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def estimator(**arguments):
-    engine = {"kind": "TrainJob", "namespace": "team"}
+    engine = {"namespace": "team", "image": "image"}
     return Estimator(
         **{
             "entry_point": "train.py",
@@ -52,28 +52,6 @@ POD_PATCH = {
     "nodeSelector": VALUE,
     "serviceAccountName": VALUE,
     "containers": [{"name": VALUE, "volumeMounts": MOUNTS}],
-}
-PATCH = {
-    "spec": {"replicatedJobs": [{"name": VALUE, "template": {"spec": {"template": {"spec": POD_PATCH}}}}]}
-}
-TRAINER = {
-    "image": VALUE,
-    "command": [VALUE],
-    "env": ENV,
-    "numNodes": VALUE,
-    "numProcPerNode": VALUE,
-    "resourcesPerNode": RESOURCES,
-}
-TRAIN_JOB = {
-    "apiVersion": VALUE,
-    "kind": VALUE,
-    "metadata": METADATA,
-    "spec": {
-        "runtimeRef": {"name": VALUE},
-        "trainer": TRAINER,
-        "runtimePatches": [{"manager": VALUE, "trainingRuntimeSpec": {"template": PATCH}}],
-        "activeDeadlineSeconds": VALUE,
-    },
 }
 CONTAINER = {
     "name": VALUE,
@@ -126,23 +104,16 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("engine", "known"),
-    [
-        ({"kind": "TrainJob"}, TRAIN_JOB),
-        ({"kind": "JobSet"}, JOB_SET),
-    ],
-)
-def test_manifests_have_the_fields_of_the_published_types(folder, engine, known):
+def test_manifests_have_the_fields_of_the_published_types(folder):
     job = estimator(
-        engine={**WHOLE, **engine},
+        engine=WHOLE,
         instance_type="ml.p4d.24xlarge",
         max_run=3600,
         distribution={"torch_distributed": {"enabled": True}},
     )
     code, _secret, manifest = yaml.safe_load_all(job.manifest({"train": "/data/train"}, "one"))
     assert (code["kind"], code["metadata"]) == ("ConfigMap", {"name": "one-code", "namespace": "team"})
-    assert unknown_fields(manifest, known) == []
+    assert unknown_fields(manifest, JOB_SET) == []
     every = json.dumps(manifest)
     for text in (
         '"nvidia.com/gpu": "8"',
@@ -156,7 +127,7 @@ def test_manifests_have_the_fields_of_the_published_types(folder, engine, known)
 
 
 def test_pods_of_a_job_set_meet_at_the_first(folder):
-    job = estimator(engine={**WHOLE, "kind": "JobSet", "code": "/workspace"})
+    job = estimator(engine={**WHOLE, "code": "/workspace"})
     secret, manifest = yaml.safe_load_all(job.manifest(job_name="one"))
     assert secret["kind"] == "Secret"
     (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
@@ -189,7 +160,8 @@ def test_the_script_is_packed_in_parts(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engine": {"kind": "JobSet"}}, "a JobSet needs the image of a container"),
+        ({"engine": {"image": None}}, "a JobSet needs the image of a container"),
+        ({"engine": {"kind": "TrainJob"}}, "which clusters with Kubeflow Trainer have, too"),
         ({"base_job_name": "1st"}, "its name must begin with a letter"),
         ({"dependencies": ["src"]}, "dependencies stay on this machine"),
     ],

@@ -64,9 +64,9 @@ def test_manifests_of_slurm_have_none(script):
     (line,) = [line for line in slurm.splitlines() if "export SHARDWRIGHT_SECRET" in line]
     made = subprocess.run(["bash", "-c", f"{line}; echo $SHARDWRIGHT_SECRET"], capture_output=True, text=True)
     assert len(made.stdout.strip()) == 64
-    manifest = Estimator(script.name, engine=Kubernetes(kind="JobSet", image="x"), **job).manifest()
+    manifest = Estimator(script.name, engine=Kubernetes(image="x"), **job).manifest()
     assert re.search(r"  secret: \w{64}\n", manifest)  # kubectl gets it with the others
     assert "secretKeyRef" in manifest
-    one_host = Estimator(script.name, engine=Kubernetes(kind="JobSet", image="x"), source_dir=script.parent)
+    one_host = Estimator(script.name, engine=Kubernetes(image="x"), source_dir=script.parent)
     assert "Secret" not in one_host.manifest()
     assert not list(Path(script.parent).rglob("job.yaml"))

@@ -97,12 +97,12 @@ def test_manifests_have_them_quoted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     value = EVIL.replace("\n", " ").replace("\r", " ")
-    for engine in (Kubernetes(image="image"), Kubernetes(image="image", kind="JobSet")):
-        estimator = Estimator("train.py", engine=engine, instance_count=1, processes_per_host=1)
-        estimator.set_hyperparameters(text=value)
-        manifest = estimator.manifest(job_name="job")
-        assert is_harmless(manifest)
-        assert value in str(list(yaml.safe_load_all(manifest))) or value.isprintable() is False
+    engine = Kubernetes(image="image")
+    estimator = Estimator("train.py", engine=engine, instance_count=1, processes_per_host=1)
+    estimator.set_hyperparameters(text=value)
+    manifest = estimator.manifest(job_name="job")
+    assert is_harmless(manifest)
+    assert value in str(list(yaml.safe_load_all(manifest))) or value.isprintable() is False
     estimator = Estimator("train.py", engine=Slurm(), processes_per_host=1, hyperparameters={"text": value})
     estimator.fit(job_name="job", dry_run=True)
     assert is_harmless(capsys.readouterr().out)

@@ -1,11 +1,10 @@
-"""Manifests of training jobs on Kubernetes, as a Kubeflow Trainer TrainJob or a JobSet.
+"""Manifests of training jobs on Kubernetes, as a JobSet, which Kubeflow Trainer brings, too.
 
 ``python job.py | kubectl apply -f -`` starts a job whose script prints `Estimator.manifest`. The script's
 folder goes with the job (up to about 600 KiB, packed), unless the image has it. Data, and results to keep,
 are on volumes.
 
-Fields are those of ``trainer.kubeflow.org/v1alpha1`` (Kubeflow Trainer 2.2 to 2.3) and
-``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).
+Fields are those of ``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).
 """
 
 import base64
@@ -70,7 +69,7 @@ def _files(folder: Path, without: Path) -> list[Path]:
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 50
 _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
-_CONTAINER = "node"  # what Kubeflow's runtimes call the jobs, and their container
+_CONTAINER = "node"
 _PORT = 29500
 _SECRET_KEY = "secret"
 
@@ -79,11 +78,10 @@ class Kubernetes:
     """Prints the manifests of a job.
 
     Args:
-        kind: ``TrainJob`` (Kubeflow Trainer 2) or ``JobSet``.
+        kind: ``JobSet``; TrainJobs of Kubeflow are refused.
         namespace: of the cluster; None is that of kubectl's context.
         image: the container image; it has Python with Shardwright and PyTorch. None is the estimator's
-            ``image_uri``, or, for a TrainJob, that of the runtime.
-        runtime: the ClusterTrainingRuntime of a TrainJob.
+            ``image_uri``.
         code: the folder of the script in the image or on a volume; None sends the script with the job.
         runs_dir: the folder in the pods that holds the run folders; on a volume, if results are to stay.
         volumes: names of persistent volume claims, by the folders at which they are mounted.
@@ -95,7 +93,7 @@ class Kubernetes:
         python: the interpreter in the image.
 
     Raises:
-        ConfigError: the kind is none.
+        ConfigError: the kind is another one.
     """
 
     is_here = False
@@ -104,10 +102,9 @@ class Kubernetes:
     def __init__(
         self,
         *,
-        kind: Literal["TrainJob", "JobSet"] = "TrainJob",
+        kind: Literal["JobSet"] = "JobSet",
         namespace: str | None = None,
         image: str | None = None,
-        runtime: str = "torch-distributed",
         code: str | None = None,
         runs_dir: str = "/opt/ml/runs",
         volumes: Mapping[str, str] | None = None,
@@ -118,11 +115,12 @@ class Kubernetes:
         labels: Mapping[str, str] | None = None,
         python: str = "python",
     ) -> None:
-        if kind not in ("TrainJob", "JobSet"):
-            raise ConfigError(f"kind is {kind!r}, but it must be TrainJob or JobSet.")
-        self.kind = kind
+        if kind != "JobSet":
+            raise ConfigError(
+                f"kind is {kind!r}, but it must be JobSet, which clusters with Kubeflow Trainer have, too. "
+                "Leave kind out, and give an image."
+            )
         self.namespace = namespace
-        self._runtime = runtime
         self._labels = dict(labels or {})
         self._image = image
         self._python = python
@@ -139,10 +137,10 @@ class Kubernetes:
 
     def manifest(self, spec: JobSpec) -> str:
         name = _name_in_cluster(spec)
-        if self._image is None and spec.image is None and self.kind == "JobSet":
+        if self._image is None and spec.image is None:
             raise ConfigError(
                 "a JobSet needs the image of a container with Python, PyTorch and Shardwright in it: "
-                'Kubernetes(kind="JobSet", image="registry/image:tag"), or Estimator(..., image_uri=...).'
+                'Kubernetes(image="registry/image:tag"), or Estimator(..., image_uri=...).'
             )
         for channel, path in spec.channels.items():
             if not PurePosixPath(path).is_absolute():
@@ -161,11 +159,7 @@ class Kubernetes:
                 "'-', '_' and '.', and begin with no digit."
             )
         parts = pack(spec.source_dir, without=spec.runs_dir) if self._is_packed else []
-        documents = [
-            self._job_set(spec, name, len(parts))
-            if self.kind == "JobSet"
-            else self._train_job(spec, name, len(parts))
-        ]
+        documents = [self._job_set(spec, name, len(parts))]
         if _needs_secret(spec):
             secret = {"type": "Opaque", "stringData": {_SECRET_KEY: new_secret()}}
             documents.insert(0, {**self._object("v1", "Secret", f"{name}-secret"), **secret})
@@ -184,41 +178,18 @@ class Kubernetes:
         )
 
     def __repr__(self) -> str:
-        return f"Kubernetes(kind={self.kind!r}, namespace={self.namespace!r})"
+        return f"Kubernetes(namespace={self.namespace!r})"
 
     # ---- parts of manifests ----
 
-    def _train_job(self, spec: JobSpec, name: str, num_parts: int) -> dict[str, Any]:
-        rank, endpoint = '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"'
-        trainer: dict[str, Any] = {
-            **self._container(spec, name, num_parts, node_rank=rank, endpoint=endpoint),
-            "numNodes": spec.num_hosts,
-            "numProcPerNode": spec.processes_per_host,
-        }
-        if resources := self._resources_of(spec):
-            trainer["resourcesPerNode"] = resources
-        containers = [{"name": _CONTAINER, "volumeMounts": self._mounts()}]
-        job = {
-            "name": _CONTAINER,
-            "template": {"spec": {"template": {"spec": {**self._pod(), "containers": containers}}}},
-        }
-        patch = {"template": {"spec": {"replicatedJobs": [job]}}}
-        content: dict[str, Any] = {
-            "runtimeRef": {"name": self._runtime},
-            "trainer": trainer,
-            "runtimePatches": [{"manager": "shardwright", "trainingRuntimeSpec": patch}],
-        }
-        if spec.max_run_s is not None:
-            content["activeDeadlineSeconds"] = max(1, round(spec.max_run_s))
-        kind = self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", name, self._labels)
-        return {**kind, "spec": content}
-
     def _job_set(self, spec: JobSpec, name: str, num_parts: int) -> dict[str, Any]:
         """One indexed job, a pod a host, which find each other by name."""
-        rank, endpoint = '"$JOB_COMPLETION_INDEX"', f"{name}-{_CONTAINER}-0-0.{name}:{_PORT}"
+        script = self._script(spec, num_parts, endpoint=f"{name}-{_CONTAINER}-0-0.{name}:{_PORT}")
         container: dict[str, Any] = {
             "name": _CONTAINER,
-            **self._container(spec, name, num_parts, node_rank=rank, endpoint=endpoint),
+            "image": self._image or spec.image,
+            "command": ["bash", "-c", _as_it_is(script)],
+            "env": self._env(spec, name, num_parts),
             "ports": [{"containerPort": _PORT}],
             "volumeMounts": self._mounts(),
         }
@@ -243,23 +214,12 @@ class Kubernetes:
             },
         }
 
-    def _container(
-        self, spec: JobSpec, name: str, num_parts: int, *, node_rank: str, endpoint: str
-    ) -> dict[str, Any]:
-        script = self._script(spec, num_parts, node_rank=node_rank, endpoint=endpoint)
-        image = self._image or spec.image
-        return {
-            **({"image": image} if image else {}),
-            "command": ["bash", "-c", _as_it_is(script)],
-            "env": self._env(spec, name, num_parts),
-        }
-
-    def _script(self, spec: JobSpec, num_parts: int, *, node_rank: str, endpoint: str) -> str:
+    def _script(self, spec: JobSpec, num_parts: int, *, endpoint: str) -> str:
         """Unpacks the user's script, and becomes its host's launcher."""
         words = spec.words_of_launcher(
             python=self._python,
             runs_dir=self._runs_dir,
-            node_rank=ShellText(node_rank),
+            node_rank=ShellText('"$JOB_COMPLETION_INDEX"'),
             endpoint=ShellText(endpoint),
         )
         code = shlex.quote(self._code)
