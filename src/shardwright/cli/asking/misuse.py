@@ -55,6 +55,10 @@ _OPTIONS_THAT_WERE = {
         ("plan --verify", "plan --trial-steps"),
         "To try plans here: run each with shardwright run --plan FILE; shardwright runs lists their speed.",
     ),
+    **dict.fromkeys(
+        ("schedule --forward", "schedule --backward", "schedule --weight", "schedule --send"),
+        "Stages are equal, and messages take no time. Those of a model's own: shardwright explain PLAN",
+    ),
     "search --why-not": "To see the best that has something: --pin tensor=8 --pin pipeline=4",
     "search --what-if": "Search once more, with other machines or a file of them: shardwright catalogue "
     "MACHINES -o FILE",

@@ -1,21 +1,16 @@
 """``shardwright schedule``: draws pipeline schedules."""
 
-import math
 import shutil
 import sys
-from fractions import Fraction
-from functools import reduce
 from typing import Annotated, Any
 
 import typer
 
 from shardwright.cli.asking.application import NUM_RANKS, AsJson, print_json, show_text
-from shardwright.cluster import Link
 from shardwright.errors import UsageError
 from shardwright.quantities import (
     MOST_MICROBATCHES,
     MOST_RANKS,
-    MOST_SECONDS,
     MOST_STAGES_OF_RANK,
     format_seconds,
 )
@@ -32,6 +27,7 @@ from shardwright.schedule.schedule import draw_rows
 from shardwright.text import align
 
 _MOST_ACTIONS = 200_000
+_COST = StageCost(1.0, 2.0, 1.0, saved_bytes=1)
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")]
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS, help="Pipeline ranks.")]
@@ -56,17 +52,6 @@ Active = Annotated[
         help="Most microbatches under way on a rank; default: the kind's own.",
     ),
 ]
-Forward = Annotated[float, typer.Option("--forward", metavar="SECONDS", help="Forward of one stage.")]
-Backward = Annotated[
-    float, typer.Option("--backward", metavar="SECONDS", help="Whole backward of one stage.")
-]
-Weight = Annotated[
-    float | None,
-    typer.Option(
-        "--weight", metavar="SECONDS", help="Part of the backward that can wait (W); default: half of it."
-    ),
-]
-Send = Annotated[float, typer.Option("--send", metavar="SECONDS", help="One message between two ranks.")]
 
 
 def schedule(
@@ -75,41 +60,19 @@ def schedule(
     microbatches: Microbatches = 8,
     stages_per_rank: StagesPerRank = None,
     active: Active = None,
-    forward_s: Forward = 1.0,
-    backward_s: Backward = 2.0,
-    weight_s: Weight = None,
-    send_s: Send = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Draw a pipeline schedule: who works when, the bubble, what each rank keeps.
 
+    Stages are equal: a forward takes a second, a backward two (in halves: one each), messages none.
+
     For example: shardwright schedule zb_h1 -n 4 --microbatches 8
     """
-    cost = _cost(forward_s, backward_s, weight_s)
-    if not 0 <= send_s <= MOST_SECONDS:
-        raise UsageError(f"--send is {send_s:g}, but a message takes 0 to {MOST_SECONDS:g} seconds.")
-    built = _build(kind, num_ranks, microbatches, stages_per_rank, active, cost)
-    picture = _SchedulePicture(built, cost, send_s=send_s)
+    picture = _SchedulePicture(_build(kind, num_ranks, microbatches, stages_per_rank, active))
     if as_json:
         print_json(picture.to_dict())
     else:
         show_text(picture.text(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-
-
-def _cost(forward_s: float, backward_s: float, weight_s: float | None) -> StageCost:
-    weight_s = backward_s / 2 if weight_s is None else weight_s
-    for name, value in (("forward", forward_s), ("backward", backward_s)):
-        if not 0 < value <= MOST_SECONDS:
-            raise UsageError(
-                f"--{name} is {value:g}, but work takes time. Give more than 0 seconds, and at most "
-                f"{MOST_SECONDS:g}."
-            )
-    if not 0 < weight_s < backward_s:
-        raise UsageError(
-            f"--weight is {weight_s:g}, but it is a part of --backward {backward_s:g}: "
-            f"give more than 0 and less than {backward_s:g}."
-        )
-    return StageCost(forward_s, backward_s, weight_s, saved_bytes=1)
 
 
 def _check_length(stages: int, microbatches: int) -> None:
@@ -127,7 +90,6 @@ def _build(
     microbatches: int,
     stages_per_rank: int | None,
     active: int | None,
-    cost: StageCost,
 ) -> Schedule:
     kind = kind.lower().replace("-", "_")
     if stages_per_rank not in (None, 1) and kind in ("gpipe", "1f1b", "zb_h1"):
@@ -142,26 +104,16 @@ def _build(
         stage_ranks=stage_ranks,
         num_microbatches=microbatches,
         active_microbatches=active,
-        costs=(cost,) * len(stage_ranks),
+        costs=(_COST,) * len(stage_ranks),
     )
-
-
-_LONGEST_CELL = 4
-"""Units of the shortest action, where the picture is exact; else the shortest action is the unit."""
 
 
 class _SchedulePicture:
     """A schedule played out with equal stages."""
 
-    def __init__(self, schedule: Schedule, cost: StageCost, *, send_s: float) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._cost = cost
-        link = Link(latency_s=send_s, bandwidth_Bps=math.inf) if send_s else None
-        self._simulation = simulate(
-            schedule,
-            (cost,) * schedule.num_stages,
-            link=None if link is None else lambda source, target: link,
-        )
+        self._simulation = simulate(schedule, (_COST,) * schedule.num_stages)
 
     @property
     def _stages_per_rank(self) -> int:
@@ -170,8 +122,7 @@ class _SchedulePicture:
     @property
     def _work_s(self) -> float:
         """Seconds that each rank computes."""
-        cost = self._cost
-        return self._schedule.num_microbatches * self._stages_per_rank * (cost.forward_s + cost.backward_s)
+        return self._schedule.num_microbatches * self._stages_per_rank * (_COST.forward_s + _COST.backward_s)
 
     def to_dict(self) -> dict[str, Any]:
         simulation, schedule = self._simulation, self._schedule
@@ -195,15 +146,13 @@ class _SchedulePicture:
     def text(self, *, width: int | None = None) -> str:
         """The picture, the bubble, and what each rank keeps."""
         schedule, simulation = self._schedule, self._simulation
-        unit_s, is_exact = self._unit_s()
         v = self._stages_per_rank
         lines = [
             f"{schedule.kind}: {schedule.num_ranks} ranks, {v} stage{'s' if v > 1 else ''} on each, "
-            f"{schedule.num_microbatches} microbatches; one column is {format_seconds(unit_s)}"
-            + ("" if is_exact else ", times are rounded to it"),
+            f"{schedule.num_microbatches} microbatches; one column is {format_seconds(1.0)}",
             self._legend(),
             "",
-            *_cut(self._chart(unit_s), width),
+            *_cut(self._chart(), width),
             "",
         ]
         bubble_s = simulation.step_s - self._work_s
@@ -221,20 +170,10 @@ class _SchedulePicture:
         halves = " (or its halves I and W)" if self._schedule.splits_backward else ""
         return f"{stage} for microbatch 0, B the backward{halves}, . a column without work"
 
-    def _unit_s(self) -> tuple[float, bool]:
-        """Seconds of a column, and whether they divide all durations; where not, the picture is narrower."""
-        simulation = self._simulation
-        parts = {round(event.end_s - event.start_s, 9) for event in simulation.events}
-        exact = reduce(_common, (Fraction(str(part)) for part in parts if part))
-        shortest = min(parts)
-        is_exact = shortest / float(exact) <= _LONGEST_CELL
-        return (float(exact) if is_exact else shortest), is_exact
-
-    def _chart(self, unit_s: float) -> str:
+    def _chart(self) -> str:
         rows: list[list[tuple[Action, int, int]]] = [[] for _ in range(self._schedule.num_ranks)]
         for event in self._simulation.events:
-            # Not round(): it takes halves to the even number, so that an action could lose its column.
-            start, end = (math.floor(time_s / unit_s + 0.5) for time_s in (event.start_s, event.end_s))
+            start, end = round(event.start_s), round(event.end_s)
             rows[event.rank].append((event.action, start, end - start))
         return draw_rows(rows, name_stages=self._stages_per_rank > 1)
 
@@ -255,8 +194,3 @@ def _cut(chart: str, width: int | None) -> list[str]:
         return rows
     cut = [row if len(row) <= width else row[: width - 1] + "…" for row in rows]
     return [*cut, f"(cut at {width} of {longest} characters; a pipe or a file gets them all)"]
-
-
-def _common(a: Fraction, b: Fraction) -> Fraction:
-    denominator = math.lcm(a.denominator, b.denominator)
-    return Fraction(math.gcd(int(a * denominator), int(b * denominator)), denominator)
