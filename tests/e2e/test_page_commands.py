@@ -57,7 +57,6 @@ NOT_RUN = {
     "make": "installs what it needs; `make demo` is examples/demo.py",
     "python -m pytest": "sweeps of other tests",
     "shardwright probe -n": "times a machine for half a minute: tests/e2e/test_planning_here.py",
-    "shardwright probe --show": "reads what that has written",
     "export SHARDWRIGHT_PRICES": "names what that has written",
     "shardwright run -n 2 --set trackers=wandb": "tests/unit/observe has the trackers",
     "shardwright run -n 2 --set pipeline_parallel_degree=2 -m shardwright.integrations": "tests/ecosystem",

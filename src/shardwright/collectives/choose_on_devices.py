@@ -1,4 +1,4 @@
-"""Chooses how an accelerator collective runs: by NCCL, or in hops over nodes; a table of all choices.
+"""Chooses how an accelerator collective runs: by NCCL, or in hops over nodes; choices by size.
 
 ::
 
@@ -16,7 +16,7 @@ from itertools import pairwise
 from shardwright.collectives.choose import BY_RANK, COLLECTIVES, Candidate, Choice, choose
 from shardwright.collectives.prices import DevicePrices, Prices
 from shardwright.collectives.steps import Topology
-from shardwright.quantities import format_bytes, format_seconds
+from shardwright.quantities import format_bytes
 
 HIERARCHICAL, NCCL = "hierarchical", "nccl"
 
@@ -130,26 +130,6 @@ def choices_by_size(topology: Topology, prices: Prices | DevicePrices) -> Choice
             (num_bytes, chosen(collective, max(1, num_bytes // _ITEMSIZE // pieces))) for num_bytes in _SIZES
         ]
     return found
-
-
-def choice_rows(choices: Choices) -> list[list[str]]:
-    """A table: a row for each collective and size."""
-    rows = [["collective", "bytes", "algorithm", "chunk", "predicted", "others"]]
-    for collective, by_size in choices.items():
-        for num_bytes, choice in by_size:
-            chunk = choice.candidate.chunk * _ITEMSIZE
-            others = [f"{name} {format_seconds(s)}" for name, s in choice.others.items()]
-            rows.append(
-                [
-                    collective,
-                    format_bytes(num_bytes),
-                    choice.candidate.name,
-                    format_bytes(chunk) if chunk else "",
-                    format_seconds(choice.seconds),
-                    ", ".join(others),
-                ]
-            )
-    return rows
 
 
 def crossovers(choices: Choices) -> list[str]:

@@ -141,6 +141,7 @@ def out_of_data(context: Context, error: PeerLostError | UsageError) -> PeerLost
 def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(sorted(ranks))}"
 
+
 _T = TypeVar("_T")
 
 _RUNS = itertools.count()

@@ -178,8 +178,6 @@ BAD_ARGUMENTS = (
     ("probe -n 99999999999", "--num-ranks is "),
     ("probe fifo", "fifo cannot be written: it is a pipe"),
     ("probe prices.json --cluster device", "device cannot be written: it is a device"),
-    ("probe --show fifo", "prices fifo cannot be read: it is a pipe"),
-    ("probe --show plan.json", "prices plan.json cannot be used"),
     # Checkpoints.
     ("ckpt ls fifo", "there is no folder fifo"),
     ("ckpt verify /dev/zero", "there is no folder /dev/zero"),

@@ -59,6 +59,7 @@ _OPTIONS_THAT_WERE = {
         ("schedule --forward", "schedule --backward", "schedule --weight", "schedule --send"),
         "Stages are equal, and messages take no time. Those of a model's own: shardwright explain PLAN",
     ),
+    "probe --show": "It is shown when it is measured: shardwright probe -n 4 prices.json",
     "search --why-not": "To see the best that has something: --pin tensor=8 --pin pipeline=4",
     "search --what-if": "Search once more, with other machines or a file of them: shardwright catalogue "
     "MACHINES -o FILE",

@@ -17,19 +17,17 @@ from shardwright.cli.asking.application import (
 from shardwright.cli.asking.on_ranks import run_for_files
 from shardwright.cli.commands.catalogue import format_machines
 from shardwright.cluster.cluster_file import read_inventory
-from shardwright.collectives.choose_on_devices import choice_rows, choices_by_size, crossovers
+from shardwright.collectives.choose_on_devices import choices_by_size, crossovers
 from shardwright.collectives.prices import PRICES_VARIABLE, read_prices
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
 from shardwright.quantities import MOST_RANKS_OF_HOST
-from shardwright.text import align
 
-Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go, or are.")]
+Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go.")]
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host.")]
 ClusterOption = Annotated[
     Path, typer.Option("--cluster", metavar="FILE", help="Where the machines go, as YAML.")
 ]
-Show = Annotated[bool, typer.Option("--show", help="Measure nothing: show what FILE makes of collectives.")]
 
 
 def probe(
@@ -39,7 +37,6 @@ def probe(
     node_rank: NodeRank = None,
     endpoint: Endpoint = None,
     cluster: ClusterOption = Path("cluster.yaml"),
-    show: Show = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the present machines: devices, memory, links, collectives; and show what follows.
@@ -50,36 +47,33 @@ def probe(
 
     shardwright probe -n 4 prices.json
     """
-    if not show:
-        is_here = run_for_files(
-            "shardwright.torch.rank_probe",
-            lambda paths: [str(path) for path in paths],
-            outputs=[out, cluster],
-            num_ranks=num_ranks,
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            endpoint=endpoint,
-        )
-        if not is_here:
-            return  # the host of rank 0 has the files
-    alone = num_ranks * num_nodes == 1 and not show
+    is_here = run_for_files(
+        "shardwright.torch.rank_probe",
+        lambda paths: [str(path) for path in paths],
+        outputs=[out, cluster],
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        endpoint=endpoint,
+    )
+    if not is_here:
+        return  # the host of rank 0 has the files
+    alone = num_ranks * num_nodes == 1
     if as_json:
         print_json(
             {
-                "cluster": None if show else UserFile(cluster, what="", error=ConfigError).read_yaml(),
+                "cluster": UserFile(cluster, what="", error=ConfigError).read_yaml(),
                 "prices": None if alone else UserFile(out, what="", error=ConfigError).read_json(),
             }
         )
         return
-    if not show:
-        show_text(format_machines(read_inventory(cluster)))
-        show_text()
+    show_text(format_machines(read_inventory(cluster)))
+    show_text()
     if not alone:
         show_text(choices_text(out))
-    if not show:
-        show_text(f"\nwrote {cluster}: for plan --cluster {cluster}, and search MODEL {cluster}")
-        if not alone:
-            show_text(f"for runs that are to choose by it:\nexport {PRICES_VARIABLE}={out.absolute()}")
+    show_text(f"\nwrote {cluster}: for plan --cluster {cluster}, and search MODEL {cluster}")
+    if not alone:
+        show_text(f"for runs that are to choose by it:\nexport {PRICES_VARIABLE}={out.absolute()}")
 
 
 def choices_text(path: Path) -> str:
@@ -88,6 +82,5 @@ def choices_text(path: Path) -> str:
     lines = []
     for each in (prices, prices.devices):
         if each is not None:
-            choices = choices_by_size(topology, each)
-            lines += [f"{topology}; prices {each.source}", align(choice_rows(choices)), *crossovers(choices)]
+            lines += [f"{topology}; prices {each.source}", *crossovers(choices_by_size(topology, each))]
     return "\n".join(lines)
