@@ -62,3 +62,9 @@ def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
     if issubclass(kind, CheckpointError | ConfigError | PlanError | ScheduleError | TraceError | UsageError):
         return USAGE
     return FAILED
+
+
+STEPS_VARIABLE = "SHARDWRIGHT_STEPS"
+"""Names the file in which a rank notes how many steps it has made, for whoever started it."""
+
+STEPS_BYTES = 8

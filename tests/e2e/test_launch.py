@@ -131,6 +131,30 @@ def test_restarts_in_a_row_recover_from_a_killed_rank(folder, times):
     assert len(re.findall(r"^--- attempt \d", folder.log(1), flags=re.MULTILINE)) == times
 
 
+FAILS_AT_STEP_3 = """
+    import torch, shardwright.torch as sw
+    sw.init({"profile": "estimated", "microbatches": 2})
+    model = sw.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+
+    @sw.step
+    def train(model, x):
+        model.backward(model(x).square().mean())
+
+    for step in range(5):
+        if step == 3 and sw.rank() == 1:
+            raise ValueError("no such column")
+        train(model, torch.ones(4, 4))
+"""
+
+
+def test_what_fails_twice_at_the_same_step_is_not_started_a_third_time(folder):
+    """All eight restarts were used up."""
+    found = folder.shardwright_run("-n", "2", "--max-restarts", "8", folder.script(FAILS_AT_STEP_3))
+    assert found.returncode == 5, found.stderr
+    assert found.stderr.count("restarted, attempt") == 1
+    assert "not started again: rank 1 has failed in the same way after step 3 twice" in found.stderr
+
+
 def test_a_rank_that_raises_is_named_with_its_traceback_once(folder):
     found = folder.shardwright_run("-n", "2", folder.script(TRAIN), "raise", "9")
     assert found.returncode == 5

@@ -230,6 +230,7 @@ class WorkerExit:
         was_killed: it did not end in time, so the supervisor killed it.
         patience_s: how much time it was given, from the last signal on.
         error: the last traceback that it wrote, or its last words.
+        steps: training steps that it had made, those before a resume among them; None: it did not say.
     """
 
     rank: int
@@ -242,6 +243,7 @@ class WorkerExit:
     was_killed: bool = False
     patience_s: float = 0.0
     error: str = ""
+    steps: int | None = None
     log: str
 
 
@@ -259,6 +261,10 @@ class ExitLog:
             os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
+
+    def steps_file(self, local_rank: int) -> Path:
+        """Where a rank notes its steps."""
+        return self._path.with_name(f"steps{local_rank}")
 
     def remove(self) -> None:
         """Removes the file and its folder; several workers may do so at once."""

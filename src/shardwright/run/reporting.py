@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import mmap
 import os
 import sys
 from collections import ChainMap
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shardwright import __version__
+from shardwright.exit_codes import STEPS_BYTES, STEPS_VARIABLE
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -89,6 +91,7 @@ class Reporter:
         self.num_steps = 0
         self.calls_steps = False
         self.ends_saved = False
+        self._noted = _steps_noted()
         # Scripts that end without shutdown() leave a report, too.
         atexit.register(self.close)
 
@@ -171,6 +174,8 @@ class Reporter:
         self._recording.asked_after(number, bool(records_next[0]))
         if context.watch.whereabouts is not None:
             context.watch.whereabouts.steps = number
+        if self._noted is not None:
+            self._noted[:] = number.to_bytes(STEPS_BYTES, sys.byteorder)
 
     def close(self) -> None:
         """The run is over."""
@@ -295,3 +300,16 @@ class Reporter:
 def _device_name(context: Context) -> str:
     """Of a GPU; empty where ranks compute on the processor."""
     return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
+
+
+def _steps_noted() -> mmap.mmap | None:
+    """The memory in which the launcher finds how far this rank has come, however that ends."""
+    if not (file := os.environ.get(STEPS_VARIABLE)):
+        return None
+    try:
+        with open(file, "w+b") as opened:
+            opened.write(bytes(STEPS_BYTES))
+            opened.flush()
+            return mmap.mmap(opened.fileno(), STEPS_BYTES)
+    except OSError:
+        return None

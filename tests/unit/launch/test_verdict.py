@@ -2,13 +2,14 @@
 
 import contextlib
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import shardwright
 from shardwright.launch.processes import ExitLog, WorkerExit
-from shardwright.launch.ranks.verdict import exit_code, failure_report, first_cause_first
+from shardwright.launch.ranks.verdict import exit_code, failure_report, first_cause_first, why_not_again
 from shardwright.launch.worker_output import fold, last_words
 
 BOOM = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: boom"
@@ -297,3 +298,34 @@ def test_a_rank_that_another_has_ended_is_what_hangs_and_no_cause():
     assert "out of memory" not in report
     assert "other hosts" not in report
     assert exit_code(exits) == 6
+
+
+def again(*lives):
+    return why_not_again(
+        *([replace(exit_, life=life) for exit_ in exits] for life, exits in enumerate(lives))
+    )
+
+
+def test_what_would_fail_again_is_not_started_again():
+    usage = traceback_of("train.py", error="shardwright.errors.ConfigError: partitions is 0")
+    assert again([], [ended(0, 1, error=usage)]) == "a ConfigError comes again at every start"
+    own = traceback_of("train.py", error="ValueError: no such column")
+    first = replace(ended(1, 1, error=own), steps=41)
+    assert again([], [first]) == ""
+    assert again([first], [first]) == "rank 1 has failed in the same way after step 41 twice"
+    assert again([first], [replace(first, steps=42)]) == ""
+    assert again([replace(first, steps=None)], [replace(first, steps=None)]) != ""
+
+
+def test_a_rank_that_was_killed_is_started_again_unless_it_is_at_the_same_step():
+    killed = ended(1, -9, error="its last words")
+    assert again([killed], [killed]) == ""
+    at_step = replace(killed, steps=7)
+    assert again([at_step], [at_step]) == "rank 1 has failed in the same way after step 7 twice"
+
+
+def test_ranks_that_lost_a_peer_or_were_stopped_are_started_again():
+    lost = replace(ended(0, 1, error=PEER), steps=7)
+    assert again([lost], [lost]) == ""
+    stopped = replace(ended(0, -15, signal_number=15), steps=7)
+    assert again([stopped], [stopped]) == ""

@@ -17,16 +17,17 @@ from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import LaunchError
 from shardwright.launch.processes import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.ranks.request import LaunchRequest, as_it_is, job_variables, result_folders
-from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report
+from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report, why_not_again
 from shardwright.text import printable
 
 try:
     import torch
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from shardwright.launch.ranks.rendezvous import BACKEND
+    from shardwright.launch.ranks.rendezvous import BACKEND, NotAgainError
 except ImportError as error:
     raise LaunchError(
         f"Starting ranks needs PyTorch, which does not import: {error}. pip install 'shardwright[torch]'"
@@ -68,11 +69,15 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         exits = ExitLog(Path(folder) / "exits.jsonl")
         stack.callback(_publish, exits, os.environ.pop(EXITS_VARIABLE, None))
         try:
-            elastic_launch(_launch_config(request, report), sys.executable)(
+            elastic_launch(_launch_config(request, exits, report), sys.executable)(
                 *_worker_arguments(request, folder)
             )
         except ChildFailedError:
             pass  # the exit log knows better
+        except NotAgainError as error:
+            report(f"not started again: {error}")
+        except RendezvousClosedError:
+            report("not started again: another host has ended the run")
         except SignalException as stopped:
             return _stopped(exits, stopped.sigval, request, report=report)
         except KeyboardInterrupt:
@@ -142,7 +147,14 @@ def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
     return as_it_is([*supervisor, *limits, "--", sys.executable, "-u", *request.script])
 
 
-def _launch_config(request: LaunchRequest, report: Callable[[str], None]) -> LaunchConfig:
+def _why_not_again(exits: ExitLog) -> str:
+    """Why the ranks of this host are not to start again; empty at the first start."""
+    ended = exits.of_last_life()
+    life = max((each.life for each in ended), default=0)
+    return why_not_again(exits.of_life(life - 1), ended)
+
+
+def _launch_config(request: LaunchRequest, exits: ExitLog, report: Callable[[str], None]) -> LaunchConfig:
     # Hosts that have numbers meet at the first one; hosts without get them in the order in which they come.
     is_static = request.num_nodes > 1 and request.node_rank is not None
     options: dict[str, Any] = {
@@ -153,7 +165,11 @@ def _launch_config(request: LaunchRequest, report: Callable[[str], None]) -> Lau
         "role": "worker",
         "rdzv_backend": BACKEND,
         "rdzv_endpoint": request.endpoint or "localhost:0",
-        "rdzv_configs": {"say": report, **({"rank": request.node_rank} if is_static else {})},
+        "rdzv_configs": {
+            "say": report,
+            "why_not_again": lambda: _why_not_again(exits),
+            **({"rank": request.node_rank} if is_static else {}),
+        },
         "max_restarts": request.max_restarts,
         "logs_specs": _NoLogs(),
         # One host needs no name for itself, and its name need not resolve.

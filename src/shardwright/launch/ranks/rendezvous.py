@@ -45,8 +45,28 @@ _BETWEEN_S = 0.2
 _NO_PORT = -1  # a request has one
 
 
+class NotAgainError(RuntimeError):
+    """The ranks would fail again."""
+
+
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The way for so many hosts."""
+    """The way for so many hosts, which refuses to have ranks start again in vain."""
+    handler = _way(parameters)
+    why_not: Callable[[], str] = parameters.get("why_not_again", str)
+    meet = handler.next_rendezvous
+
+    def meeting_unless_in_vain() -> RendezvousInfo:
+        if why := why_not():
+            close: Any = handler.set_closed
+            close()  # so that other hosts do not wait
+            raise NotAgainError(why)
+        return meet()
+
+    handler.next_rendezvous = meeting_unless_in_vain  # type: ignore[method-assign]
+    return handler
+
+
+def _way(parameters: RendezvousParameters) -> RendezvousHandler:
     if parameters.max_nodes == 1:
         return _OneHost(parameters.run_id)
     say: Callable[[str], None] = parameters.get("say", lambda _: None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwright import errors
 from shardwright.comm.message_names import names_a_lost_peer
-from shardwright.exit_codes import FAILED, HANG, exit_code_of
+from shardwright.exit_codes import FAILED, HANG, NO_PLAN, USAGE, exit_code_of
 from shardwright.launch.processes import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.worker_output import begins_last_words, fold
 from shardwright.quantities import format_seconds
@@ -118,6 +118,31 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
     kind = _error_of_ours(first.error) if told else None
     code = FAILED if kind is None else exit_code_of(kind)
     return WORKER_CRASHED if code == FAILED else code
+
+
+def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> str:
+    """Why another start would end as the last one has; empty where it may not.
+
+    Args:
+        before: the ends of the life before the last one; none if there was one life.
+        now: those of the last one.
+    """
+    failed = first_cause_first(now)
+    if not failed or failed[0].signal_number is not None:
+        return ""
+    first = failed[0]
+    kind = _error_of_ours(first.error) if first.exit_code == FAILED else None
+    if kind is not None and exit_code_of(kind) in (USAGE, NO_PLAN):
+        return f"a {kind.__name__} comes again at every start"
+    causes = first_cause_first(before)
+    tells = first.steps if first.exit_code < 0 else first.error  # signals say nothing
+    if not causes or _distance_from_cause(first) or not tells:
+        return ""
+    same = [(e.rank, e.exit_code, e.error, e.steps) for e in (causes[0], first)]
+    if same[0] != same[1]:
+        return ""
+    after = f" after step {first.steps}" if first.steps else ""
+    return f"rank {first.rank} has failed in the same way{after} twice"
 
 
 def _error_of_ours(last_words: str) -> type[errors.ShardwrightError] | None:

@@ -28,6 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from shardwright.exit_codes import STEPS_BYTES, STEPS_VARIABLE
 from shardwright.launch.processes import (
     SAVED_AND_REQUEUE,
     ExitLog,
@@ -67,6 +68,8 @@ class _Supervisor:
         self._attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
         self._life = exits.next_life(self._local_rank)
         self._num_attempts = int(environ["TORCHELASTIC_MAX_RESTARTS"]) + 1
+        self._steps = exits.steps_file(self._local_rank)
+        self._environ[STEPS_VARIABLE] = str(self._steps)
         self._prefix = b"" if environ["WORLD_SIZE"] == "1" else f"[rank {self._rank}] ".encode()
         self._exits = exits
         self._log = logs / f"rank{self._rank}.log"
@@ -107,6 +110,7 @@ class _Supervisor:
             was_killed=self._was_killed,
             patience_s=self._patience_s,
             error=last_words(err.tail) if script.returncode else "",
+            steps=_number_in(self._steps),
             log=str(self._log),
         )
         if self._agent_is_gone:
@@ -213,6 +217,16 @@ class _Supervisor:
         report = f"{failure_report(before)}\n" if before else ""
         text = f"{report}shardwright run: restarted, attempt {self._attempt + 1} of {self._num_attempts}\n"
         os.write(2, text.encode())
+
+
+def _number_in(file: Path) -> int | None:
+    """The steps that a script has noted; takes the file away, for a next life."""
+    try:
+        noted = file.read_bytes()
+        file.unlink()
+        return int.from_bytes(noted, sys.byteorder) if len(noted) == STEPS_BYTES else None
+    except OSError:
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
