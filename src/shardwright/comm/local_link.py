@@ -344,8 +344,8 @@ class LocalLink:
         return (
             f"rank {self.peer} sent {Purpose(purpose)} ({num_bytes} bytes) where this rank takes "
             f"{receipt.purpose} ({shape} of {dtype}: {expected} bytes). The ranks are at different places of "
-            "the script: call the step functions, model.state_dict(), clip_grad_norm_ and sw.barrier on all "
-            "ranks, in the same order, and not under `if sw.rank() == 0:`."
+            "the script: call the step functions, optimizer.step(), model.state_dict(), clip_grad_norm_ and "
+            "sw.barrier on all ranks, in the same order, and not under `if sw.rank() == 0:`."
             f"{_OF_UNEVEN_DATA if purpose in _BEGIN_STEPS and receipt.purpose == Purpose.MEETING else ''}"
         )
 

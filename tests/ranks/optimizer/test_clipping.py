@@ -154,9 +154,22 @@ def told(clip, accumulated=1):
 
 
 @pytest.mark.parametrize("accumulated", [1, in_sweep(2)])
-def test_a_norm_of_the_script_over_one_ranks_gradients_is_told_once(accumulated):
-    """Each rank scaled by the norm of its own stages, silently."""
-    said = run_ranks(told, 2, by_a_norm, accumulated)
+def test_a_norm_of_the_script_over_one_ranks_gradients_is_refused(accumulated):
+    """Each rank scaled by the norm of its own stages, silently; later with a warning behind the update."""
+    with pytest.raises(RanksFailedError, match=r"(?s)test_clipping.py:\d+: .*norm 0.01. That is clipping by"):
+        run_ranks(told, 2, by_a_norm, accumulated)
+
+
+def by_parts(parameters):
+    import shardwright.torch as sw
+
+    for p in parameters:
+        p.grad.mul_(0.1 if sw.rank() == 0 else 0.5)
+
+
+def test_other_factors_of_stages_are_told_once():
+    """They may be meant so: a smaller rate for the first layers."""
+    said = run_ranks(told, 2, by_parts)
     assert [len(each) for each in said] == [1, 0]
     assert "That of all ranks: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)" in said[0][0]
 

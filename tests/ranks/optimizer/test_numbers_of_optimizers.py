@@ -71,27 +71,36 @@ def test_ranks_that_update_with_other_numbers(what, config, text):
     assert re.search(text, str(outcomes[0].exception))
 
 
-def updates_on_one_rank(wrapped: bool, config: dict[str, Any]) -> None:
+def updates_on_one_rank(wrapped: bool, config: dict[str, Any], left_out: int) -> None:
     """As where each replica leaves out an update by its own loss."""
     sw, _, model = start(Stack, config)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if wrapped:
         optimizer = sw.DistributedOptimizer(optimizer)
     train = trainer(sw)
-    for number in range(3):
+    for number in range(left_out + 2):
         optimizer.zero_grad()
         train(model, batches(number, 1)[0])
-        if number != 1 or sw.rank() == 0:
+        if number != left_out or sw.rank() == 0:
             optimizer.step()
 
 
-@pytest.mark.parametrize(("wrapped", "config"), [(True, DP), (False, DP), (True, {})])
-def test_ranks_that_make_another_number_of_updates(wrapped, config):
+@pytest.mark.parametrize(("wrapped", "config", "left_out"), [(True, DP, 1), (False, DP, 1), (True, {}, 3)])
+def test_ranks_that_make_another_number_of_updates(wrapped, config, left_out):
     """Their weights drifted apart."""
-    outcomes = run_ranks_outcomes(updates_on_one_rank, 2, wrapped, config, timeout_s=60)
+    outcomes = run_ranks_outcomes(updates_on_one_rank, 2, wrapped, config, left_out, timeout_s=60)
     assert [outcome.error_type for outcome in outcomes] == ["UsageError"] * 2
-    expected = "in step 3, the number of updates that SGD has made is 2 on rank 0 and 1 on rank 1. They train"
+    expected = (
+        f"in step {left_out + 2}, the number of updates that SGD has made is {left_out + 1} on rank 0 and "
+        f"{left_out} on rank 1. They train"
+    )
     assert expected in str(outcomes[0].exception)
+
+
+def test_stages_that_make_another_number_of_first_updates():
+    """Stages compare what a script did to gradients, before each of the first updates."""
+    outcomes = run_ranks_outcomes(updates_on_one_rank, 2, True, {}, 1, timeout_s=60)
+    assert "optimizer.step(), model.state_dict()" in str(outcomes[1].exception)
 
 
 def test_a_schedule_that_is_the_same_everywhere():

@@ -253,11 +253,11 @@ class StepEnd:
         self.finiteness = _Finiteness(context, model)
         self.numbers = GroupNumbers(context)
         self._samples = SameSamples(context)
-        self._scaling = OwnScaling(num_ranks=context.mesh.world_size, warns=context.rank == 0)
+        self._scaling = OwnScaling(context)
 
     def note(self, optimizer: Optimizer) -> bool:
         """An optimizer updates parameters of the model; returns whether it does so for the first time."""
-        self._scaling.note()
+        self._scaling.note(self._model.get_module().parameters())
         return self.numbers.note(optimizer)
 
     def come(self, run: BatchResult, batch: Batch, *, begun_s: float) -> float:

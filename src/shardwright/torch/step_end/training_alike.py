@@ -13,7 +13,7 @@ A norm over all ``p.grad`` that are there is that of one rank's stages, or rows:
 
     train_step(...)      the largest entry of some gradients of this rank is noted
     p.grad.mul_(factor)  by the script
-    optimizer.step()     all have the same factor: it goes with the row of the next step's end, to all ranks
+    optimizer.step()     stages compare theirs before the update; all ranks in the row of the next step's end
 """
 
 import logging
@@ -27,9 +27,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
+from shardwright.run.joint_calls import call_together
 from shardwright.torch.batch.batch import Batch, is_batch_tensor
+from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 
@@ -141,6 +144,7 @@ def _number(tensor: Tensor, place: int) -> float:
 _UPDATES = 3
 _LOOKED_AT = 16  # gradients of a rank
 _TOLERANCE = 0.02  # float16 rounds by less
+_SAME_NORM = 0.002
 
 
 class OwnScaling:
@@ -150,9 +154,11 @@ class OwnScaling:
         factor: of all this rank's gradients before the last update; 0 where that is no one number.
     """
 
-    def __init__(self, *, num_ranks: int, warns: bool) -> None:
-        self._warns = warns
-        self._left = _UPDATES if num_ranks > 1 else 0
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._left = _UPDATES if context.mesh.world_size > 1 else 0
+        self._compares = 0 if context.links.replica is None else _UPDATES
+        self._ended = False
         self._noted: list[tuple[Tensor, int, float]] = []
         self.factor = 0.0
 
@@ -160,25 +166,56 @@ class OwnScaling:
         """A training step has ended; before anything is done to its gradients."""
         if not self._left:
             return
-        self._noted = []
+        self._ended, self._noted = True, []
         for parameter in parameters:
             gradient = _gradient(parameter)
             if gradient is not None and len(self._noted) < _LOOKED_AT:
                 place = int(gradient.abs().argmax())
                 self._noted.append((parameter, place, float(gradient[place])))
 
-    def note(self) -> None:
-        """An optimizer updates parameters of the model."""
-        if not self._noted:
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """An optimizer is to update the model; for the first updates collective over the replica."""
+        if not self._ended:
             return
+        self._ended, self.factor = False, self._own_factor()
+        if self._compares:
+            self._compares -= 1
+            self._refuse_own_norm(_norm(parameters))
+
+    def _refuse_own_norm(self, norm: float) -> None:
+        """Refuses clipping by the norm of one stage: other factors, and then the same norm on all ranks."""
+        ranks, replica = self._context.replica_ranks, self._context.links.replica
+        assert replica is not None
+        told = torch.tensor([self.factor, norm], dtype=torch.float64, device=self._context.device)
+        with call_together("optimizer.step()", ranks):
+            rows: list[list[float]] = replica.gather(told, Purpose.UPDATE).tolist()
+        scaled = {
+            rank: row
+            for rank, row in zip(ranks, rows, strict=True)
+            if row[0] and not math.isclose(row[0], 1.0)
+        }
+        if len(scaled) < 2:
+            return
+        (least, (low, _)), *_, (most, (high, other)) = sorted(scaled.items(), key=lambda item: item[1][0])
+        norms = [norm for _, norm in scaled.values()]
+        if math.isclose(low, high, rel_tol=_TOLERANCE) or max(norms) > min(norms) * (1 + _SAME_NORM):
+            return
+        raise UsageError(
+            f"{user_line()}: between the step function and the update, rank {least} multiplied its gradients "
+            f"by {low:.3g}, and rank {most} by {high:.3g}, so that those of each have the norm {other:.3g}. "
+            "That is clipping by the norm of one rank's gradients, and not of the model's. No rank has made "
+            "the update. Clip by that of all: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."
+        )
+
+    def _own_factor(self) -> float:
         factors = []
         for parameter, place, before in self._noted:
             gradient = _gradient(parameter)
             if gradient is not None and before:
                 factors.append(float(gradient[place]) / before)
-        alike = len(factors) > 1 and all(math.isclose(f, factors[0], rel_tol=_TOLERANCE) for f in factors)
-        self.factor = factors[0] if alike and math.isfinite(factors[0]) else 0.0
         self._noted = []
+        alike = len(factors) > 1 and all(math.isclose(f, factors[0], rel_tol=_TOLERANCE) for f in factors)
+        return factors[0] if alike and math.isfinite(factors[0]) else 0.0
 
     def look(self, factors: Sequence[float]) -> None:
         """Takes the factors of all ranks."""
@@ -190,7 +227,7 @@ class OwnScaling:
         least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
         if not math.isclose(known[least], known[most], rel_tol=_TOLERANCE):
             self._left = 0
-            if not self._warns:
+            if self._context.rank:
                 return
             log.warning(
                 "between the step function and the update, rank %d multiplied its gradients by %.3g, and "
@@ -198,6 +235,12 @@ class OwnScaling:
                 "the model. That of all ranks: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).",
                 *(least, known[least], most, known[most]),
             )
+
+
+def _norm(parameters: Iterable[Tensor]) -> float:
+    """The norm of what this rank has of gradients."""
+    gradients = [gradient for gradient in map(_gradient, parameters) if gradient is not None]
+    return math.hypot(*(float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in gradients))
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
