@@ -237,13 +237,16 @@ NumBytes = Annotated[int, BeforeValidator(_bytes)]
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+def replace_file(path: str | os.PathLike[str], content: str | bytes, *, follows: bool = True) -> None:
     """Writes a file: readers find the old content or the new one, never a part.
 
     A link is followed: the file that it leads to is replaced, and the link stays. One that another user has
     left in a folder for all, such as /tmp, is not, whatever the kernel allows.
+
+    Args:
+        follows: False for a name that nobody has given: there, a link is replaced.
     """
-    target = check_place(path)
+    target = check_place(path) if follows or not os.path.islink(path) else Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
     # A name that nobody can foresee, for a new file only: in a folder for all, a link could wait at another.
     temporary = target.with_name(f".{target.name[:100]}.tmp-{secrets.token_hex(8)}")

@@ -186,7 +186,7 @@ class RunFolder:
     def write(self, name: str, text: str) -> Path:
         """Writes a file of this folder, whole or not at all; returns its path."""
         path = self.path / name
-        replace_file(path, text)
+        replace_file(path, text, follows=False)
         return path
 
     def __str__(self) -> str:

@@ -140,3 +140,15 @@ def test_what_a_run_appends_to_is_a_file(tmp_path):
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(OSError, match="it is a folder"):
         RunFolder(tmp_path).write("plan.json", "{}")
+
+
+def test_a_link_at_a_name_that_nobody_gave_is_replaced(tmp_path):
+    """The report of a run overwrote the file to which a link of its name led."""
+    (tmp_path / "precious").write_text("precious")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").symlink_to(tmp_path / "precious")
+    RunFolder(folder).write("config.json", "{}")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (folder / "config.json").read_text() == "{}"
+    assert not (folder / "config.json").is_symlink()

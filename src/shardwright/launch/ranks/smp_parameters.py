@@ -91,10 +91,10 @@ def encode_smp_parameters(parameters: Mapping[str, Any]) -> str:
 
 
 def check_smp_parameters(parameters: Mapping[str, Any], *, needs_degree: bool = False) -> tuple[str, ...]:
-    """Checks parameters, all of them at once.
+    """Checks parameters, all of them at once; returns remarks on those that nobody knows.
 
-    >>> check_smp_parameters({"partitions": 2, "microbatchs": 4})[0][-26:]
-    'Did you mean microbatches?'
+    >>> check_smp_parameters({"partitions": 2, "of_a_later_version": 4})
+    ('of_a_later_version is not a parameter of the model parallel library, and is passed over.',)
     """
     given = {_plain(str(key)): value for key, value in parameters.items() if value is not None}
     problems = [
@@ -104,6 +104,10 @@ def check_smp_parameters(parameters: Mapping[str, Any], *, needs_degree: bool = 
         *_wrong_numbers(given),
         *_contradictions(given),
     ]
+    known = sorted({*_KNOWN, *Config.model_fields})
+    for key in (key for key in given if key not in known):
+        if close := get_close_matches(key, known, n=1, cutoff=_SLIP):
+            problems.append(f"{printable(key)} is not a parameter. Did you mean {close[0]}?")
     if needs_degree and not any(key in given for key in _DEGREES):
         problems.append(
             "partitions is missing: nothing says into how many stages the model is split. Add "
@@ -112,8 +116,11 @@ def check_smp_parameters(parameters: Mapping[str, Any], *, needs_degree: bool = 
     if problems:
         title = f"{len(problems)} parameters of the model parallel library cannot be used:"
         raise ConfigError(problems[0] if len(problems) == 1 else join(title, problems))
-    known = sorted({*_KNOWN, *Config.model_fields})
     return tuple(_unknown(key, known) for key in given if key not in known)
+
+
+_SLIP = 0.85
+"""So much alike, a name is another one with a slip of the pen, and not one of a later version."""
 
 
 def check_world(parameters: Mapping[str, Any], *, num_hosts: int, processes_per_host: int) -> None:

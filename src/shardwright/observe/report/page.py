@@ -251,12 +251,9 @@ def packed_library() -> str:
 
 def write_report(path: Path, file: Path) -> Path:
     """Writes the report of a run folder or a plan file, whole or not at all; returns `file`."""
-    return _write(render_page(gather(path), library=packed_library()), file)
-
-
-def _write(page: str, file: Path) -> Path:
+    page = render_page(gather(path), library=packed_library())
     try:
-        replace_file(file, page)
+        replace_file(file, page, follows=file.parent != path)
     except OSError as error:
         raise UsageError(
             f"the report cannot be written to {printable(str(file))}: {error.strerror}. Name another file "
