@@ -1,5 +1,6 @@
 """Ranks with other numbers of batches: those with more said that a peer was lost, and not why."""
 
+import logging
 import re
 from typing import Any
 
@@ -133,3 +134,27 @@ def accumulate() -> list[float]:
 def test_no_sync():
     for differences in run_ranks(accumulate, 2):
         assert max(differences) < 1e-10
+
+
+def said_of_samplers() -> list[str]:
+    import shardwright.torch as sw
+
+    sw.init({"run_dir": "off", "profile": "estimated", "pipeline_parallel_degree": 1})
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright.torch.data").addHandler(handler)
+    sw.distributed_sampler(range(12), shuffle=False)
+    sw.distributed_sampler(range(13))
+    sw.distributed_sampler(range(13), shuffle=False, drop_last=True)
+    assert not said
+    sw.distributed_sampler(range(13), shuffle=False)
+    return said
+
+
+def test_a_sampler_tells_what_it_gives_twice() -> None:
+    first, second = run_ranks(said_of_samplers, 2)
+    assert [text.split(". ")[0] for text in first] == [
+        "13 samples over 2 replicas: the sampler gives 1 of them twice"
+    ]
+    assert second == []
