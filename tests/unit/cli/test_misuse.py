@@ -49,7 +49,7 @@ def refused(monkeypatch, capsys):
         ),
         ("plan show runs/train", "To see one: shardwright show PLAN_OR_RUN"),
         ("diff a.json b.json", "shardwright compare PLAN OTHER_PLAN"),
-        ("why_not llama3-8b dgx-h100 tensor=8", "--pin tensor=8 --pin pipeline=4"),
+        ("why_not llama3-8b dgx-h100 tensor=8", "--why-not tensor=8,pipeline=4"),
         ("simulate plan.json --slow 1=2", "shardwright explain PLAN"),
         ("schedule 1f1b --ranks 3", "schedule has no option --ranks. Write -n NUMBER"),
         ("-n 2 train.py", "-n stands before a command. Put it behind: shardwright run -n 2 train.py"),

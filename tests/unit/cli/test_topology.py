@@ -125,3 +125,14 @@ def test_a_search_ends_in_a_plan(capsys, tmp_path):
     assert (plan.mesh.pipeline, plan.mesh.data) == (2, 1)
     assert any(sentence.startswith("Searched: of ") for sentence in plan.why)
     assert call(capsys, "show", output)[0] == 0
+
+
+def test_why_not(capsys):
+    words = ("search", *NEOX, "-b", "512", "--why-not", "tensor=8,pipeline=4")
+    code, out, _ = call(capsys, *words)
+    assert code == 0
+    assert "The best with tensor=8, pipeline=4" in out
+    code, out, _ = call(capsys, *words, "--json")
+    found = json.loads(out)
+    assert found["fits"] is True
+    assert found["wanted"]["step_s"] > found["best"]["step_s"]

@@ -34,7 +34,7 @@ _INSTEAD = {
     "schedule show": "schedule itself draws one: shardwright schedule 1f1b -n 4",
     "schedule export": "To see one: shardwright schedule KIND; build_schedule returns its actions",
     "schedule check": "To check one: shardwright.schedule.validate raises what is wrong",
-    "why-not": f"To see the best that has something: {_TASK} --pin tensor=8 --pin pipeline=4",
+    "why-not": f"To compare what you have in mind with the best: {_TASK} --why-not tensor=8,pipeline=4",
     "what-if": "Search once more, with other machines, or a file: shardwright catalogue MACHINES -o FILE",
     "cheapest": f"To choose the number of machines: {_TASK} --tokens 300e9 --days 10",
     "simulate": "What would change a plan's step: shardwright explain PLAN",
@@ -60,7 +60,6 @@ _OPTIONS_THAT_WERE = {
         "Stages are equal, and messages take no time. Those of a model's own: shardwright explain PLAN",
     ),
     "probe --show": "It is shown when it is measured: shardwright probe -n 4 prices.json",
-    "search --why-not": "To see the best that has something: --pin tensor=8 --pin pipeline=4",
     "search --what-if": "Search once more, with other machines or a file of them: shardwright catalogue "
     "MACHINES -o FILE",
     **dict.fromkeys(

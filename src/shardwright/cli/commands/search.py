@@ -55,6 +55,10 @@ def search(
     objective: Annotated[
         str, typer.Option("--objective", help="What counts: speed, memory, or the largest batch.")
     ] = "speed",
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option("--why-not", metavar="NAME=VALUE", help="Compare the best with the best that has this."),
+    ] = None,
     tokens: Annotated[
         float | None,
         typer.Option("--tokens", help="Of a whole training, such as 300e9: how many of MACHINES to take."),
@@ -81,9 +85,10 @@ def search(
     with_plan = [
         name for name, value in (("--objective", objective != "speed"), ("--output", output)) if value
     ]
-    if tokens is not None and with_plan:
+    asked = [name for name, value in (("--why-not", why_not), ("--tokens", tokens is not None)) if value]
+    if len(asked) > 1 or (asked and with_plan):
         raise UsageError(
-            f"{' and '.join(['--tokens', *with_plan])} are questions of their own. Ask one at a time."
+            f"{' and '.join([*asked, *with_plan])} are questions of their own. Ask one at a time."
         )
     if objective not in _OBJECTIVES:
         raise UsageError(f"--objective is {objective!r}, but it must be one of {', '.join(_OBJECTIVES)}.")
@@ -108,10 +113,23 @@ def search(
         only_what_runs=only_what_runs,
         pins=parse_pins(pin or ()),
     )
-    if tokens is not None:
+    if why_not:
+        _tell_why_not(task, parse_pins(why_not), as_json=as_json)
+    elif tokens is not None:
         _tell_how_many(task, tokens, days, as_json=as_json)
     else:
         _tell_best(task, sample, objective, output, as_json=as_json)
+
+
+def _tell_why_not(task: "Task", pins: dict[str, int], *, as_json: bool) -> None:
+    from shardwright.planner.ways.answers import why_not
+
+    found = why_not(task, pins)
+    if as_json:
+        ways = {"best": found.best.to_dict(), "wanted": found.wanted.to_dict(), "fits": found.fits}
+        print_json(ways | {"sentences": found.sentences})
+    else:
+        show_text("\n".join(found.sentences))
 
 
 def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: Any, *, as_json: bool) -> None:

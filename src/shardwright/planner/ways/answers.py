@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from shardwright.errors import ConfigError, InfeasiblePlanError, PlanError, UsageError
 from shardwright.plan import Plan
 from shardwright.planner.degrees import Planned, plan_survivors
-from shardwright.planner.ways.search import Answer, search
+from shardwright.planner.ways.search import NEAR_TIE, Answer, closest_way, drawbacks, search
+from shardwright.planner.ways.space import all_ways, pin_text
 from shardwright.planner.ways.task import Task
-from shardwright.planner.ways.way import Way, describe, prices_of
+from shardwright.planner.ways.way import PARTS, Way, describe, fits, memory_of, prices_of
 from shardwright.quantities import counted, format_bytes, format_seconds
 
 _RATES = {
@@ -28,6 +31,7 @@ _RATES = {
 }
 _MORE = 1.1
 _FELT = 0.002
+_NUM_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,66 @@ def _listed(parts: Sequence[str]) -> str:
     'tensor parallelism, offload and ZeRO-2'
     """
     return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """The best way beside one with options that somebody has in mind.
+
+    Attributes:
+        wanted: the best with these options; where nothing fits with them, the one that takes least memory.
+    """
+
+    best: Way
+    wanted: Way
+    fits: bool
+    sentences: tuple[str, ...]
+
+
+def why_not(task: Task, pins: dict[str, int]) -> _Comparison:
+    """Compares the best way with the best one that has these options, too."""
+    answer = search(task)
+    pinned = replace(task, pins={**task.pins, **pins})
+    ways = all_ways(pinned)
+    first = f"The best way: {describe(answer.best)}."
+    if fits(task, ways).any():
+        other = search(pinned).best
+        second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
+        return _Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
+    closest = closest_way(pinned, ways, np.asarray(memory_of(task, ways)[0].total))
+    over = closest.peak_bytes - closest.limit_bytes
+    if over <= 0:
+        second = (
+            f"With {_text(pins)} nothing fits: what {closest.title} offloads is more than the "
+            f"{format_bytes(task.host_bytes)} of the host's memory that a rank may use."
+        )
+        return _Comparison(answer.best, closest, False, (first, second))
+    second = (
+        f"With {_text(pins)} nothing fits: what takes least memory ({closest.title}) needs "
+        f"{format_bytes(closest.peak_bytes)} a rank, {format_bytes(over)} too much: {closest.memory_text}."
+    )
+    return _Comparison(answer.best, closest, False, (first, second))
+
+
+def _where(best: Way, other: Way) -> list[str]:
+    """The parts of a step that differ most, and what speaks against a way that is as fast."""
+    apart = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
+    felt = [
+        name
+        for name in sorted(apart, key=lambda name: -abs(apart[name]))
+        if abs(apart[name]) > _FELT * best.step_s
+    ]
+    texts = [
+        f"{PARTS[name]} {'+' if apart[name] > 0 else '-'}{format_seconds(abs(apart[name]))}" for name in felt
+    ]
+    found = [f"Where it differs: {', '.join(texts[:_NUM_PARTS])}."] if texts else []
+    if other.step_s < best.step_s * NEAR_TIE and (against := drawbacks(other)):
+        found.append(f"The times are as good as equal, and it {_listed(against)}.")
+    return found
+
+
+def _text(pins: dict[str, int]) -> str:
+    return ", ".join(pin_text(name, value) for name, value in pins.items())
 
 
 def difference(best: Way, other: Way) -> str:

@@ -110,6 +110,16 @@ def simplicity(ways: Options) -> NDArray[np.float64]:
     return found
 
 
+def drawbacks(way: Way) -> list[str]:
+    """What speaks against a way that is fast: it ..."""
+    found = []
+    if way.options.offload:
+        found.append("keeps state in the host's memory")
+    if way.peak_bytes > _FULL_MEMORY * way.limit_bytes:
+        found.append(f"fills {way.peak_bytes / way.limit_bytes:.0%} of the memory")
+    return found
+
+
 def _order(
     score: NDArray[np.float64], parts: NDArray[np.float64], seconds: NDArray[np.float64]
 ) -> NDArray[np.intp]:

@@ -13,6 +13,7 @@ from shardwright.cluster import parse_inventory
 from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKind
 from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.planner.ways import Task, search, way_of
+from shardwright.planner.ways.answers import why_not
 from shardwright.planner.ways.space import all_ways
 from shardwright.planner.ways.way import fits, prices_of, with_least_recomputation
 
@@ -306,3 +307,15 @@ def test_model_flops_are_those_of_the_literature():
     s, h = model.sequence, model.hidden
     blocks = 72 * batch * s * model.layers * h**2 * (1 + s / (6 * h))
     assert task.flops == pytest.approx(blocks + 6 * batch * s * h * model.vocabulary, rel=1e-9)
+
+
+def test_why_not():
+    task = Task(
+        model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
+    )
+    slower = "\n".join(why_not(task, {"tensor": 8, "pipeline": 4}).sentences)
+    assert "The best with tensor=8, pipeline=4: tensor 8, pipeline 4" in slower
+    assert "Where it differs: tensor parallel collectives +" in slower
+    larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}).sentences)
+    assert "nothing fits" in larger
+    assert "too much" in larger
