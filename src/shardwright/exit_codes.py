@@ -15,6 +15,8 @@
 ==== ==================================================================
 """
 
+import struct
+
 from shardwright.errors import (
     CheckpointError,
     ConfigError,
@@ -64,7 +66,8 @@ def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
     return FAILED
 
 
-STEPS_VARIABLE = "SHARDWRIGHT_STEPS"
-"""Names the file in which a rank notes how many steps it has made, for whoever started it."""
+PROGRESS_VARIABLE = "SHARDWRIGHT_PROGRESS"
+"""Names the file in which a rank notes how far it has come, for whoever started it."""
 
-STEPS_BYTES = 8
+PROGRESS = struct.Struct("=q?")
+"""The steps that it has made, and whether it has saved its state and only has to end."""

@@ -262,9 +262,9 @@ class ExitLog:
         finally:
             os.close(descriptor)
 
-    def steps_file(self, local_rank: int) -> Path:
-        """Where a rank notes its steps."""
-        return self._path.with_name(f"steps{local_rank}")
+    def progress_file(self, local_rank: int) -> Path:
+        """Where a rank notes how far it has come."""
+        return self._path.with_name(f"progress{local_rank}")
 
     def remove(self) -> None:
         """Removes the file and its folder; several workers may do so at once."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shardwright import __version__
-from shardwright.exit_codes import STEPS_BYTES, STEPS_VARIABLE
+from shardwright.exit_codes import PROGRESS, PROGRESS_VARIABLE
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -76,7 +76,6 @@ class Reporter:
 
     Attributes:
         calls_steps: a step function was called, to train or to evaluate.
-        ends_saved: a signal came, and the run has saved and ends.
     """
 
     def __init__(self, context: Context, facts: Facts):
@@ -90,8 +89,8 @@ class Reporter:
         self._model_is_unknown = True
         self.num_steps = 0
         self.calls_steps = False
-        self.ends_saved = False
-        self._noted = _steps_noted()
+        self._ends_saved = False
+        self._noted = _progress_noted()
         # Scripts that end without shutdown() leave a report, too.
         atexit.register(self.close)
 
@@ -174,8 +173,16 @@ class Reporter:
         self._recording.asked_after(number, bool(records_next[0]))
         if context.watch.whereabouts is not None:
             context.watch.whereabouts.steps = number
+        self._note_progress()
+
+    def ends_after_save(self) -> None:
+        """A signal came, and the run has saved and ends."""
+        self._ends_saved = True
+        self._note_progress()
+
+    def _note_progress(self) -> None:
         if self._noted is not None:
-            self._noted[:] = number.to_bytes(STEPS_BYTES, sys.byteorder)
+            PROGRESS.pack_into(self._noted, 0, self.num_steps, self._ends_saved)
 
     def close(self) -> None:
         """The run is over."""
@@ -256,7 +263,7 @@ class Reporter:
         """How the run ends."""
         # The error on its way, where a `finally` shuts down; at exit, the one that ended the script.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if self.ends_saved:
+        if self._ends_saved:
             return "saved"
         if error is None:
             return "finished"
@@ -302,14 +309,14 @@ def _device_name(context: Context) -> str:
     return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
 
 
-def _steps_noted() -> mmap.mmap | None:
+def _progress_noted() -> mmap.mmap | None:
     """The memory in which the launcher finds how far this rank has come, however that ends."""
-    if not (file := os.environ.get(STEPS_VARIABLE)):
+    if not (file := os.environ.get(PROGRESS_VARIABLE)):
         return None
     try:
         with open(file, "w+b") as opened:
-            opened.write(bytes(STEPS_BYTES))
+            opened.write(bytes(PROGRESS.size))
             opened.flush()
-            return mmap.mmap(opened.fileno(), STEPS_BYTES)
+            return mmap.mmap(opened.fileno(), PROGRESS.size)
     except OSError:
         return None

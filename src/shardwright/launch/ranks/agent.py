@@ -203,6 +203,9 @@ def _stopped(
     if SAVED_AND_REQUEUE in codes:
         report(f"stopped by {number.name}; the ranks saved their state (exit code 75)")
         return SAVED_AND_REQUEUE
+    if len(codes) == request.num_ranks and not any(codes):
+        report(f"{number.name} came when the script was at its end, to which it came in time")
+        return 0
     killed = [  # not those that a second signal ended
         worker_exit.rank
         for worker_exit in exits.of_last_life()

@@ -20,6 +20,7 @@ import math
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwright.exit_codes import STEPS_BYTES, STEPS_VARIABLE
+from shardwright.exit_codes import PROGRESS, PROGRESS_VARIABLE
 from shardwright.launch.processes import (
     SAVED_AND_REQUEUE,
     ExitLog,
@@ -68,8 +69,8 @@ class _Supervisor:
         self._attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
         self._life = exits.next_life(self._local_rank)
         self._num_attempts = int(environ["TORCHELASTIC_MAX_RESTARTS"]) + 1
-        self._steps = exits.steps_file(self._local_rank)
-        self._environ[STEPS_VARIABLE] = str(self._steps)
+        self._progress = exits.progress_file(self._local_rank)
+        self._environ[PROGRESS_VARIABLE] = str(self._progress)
         self._prefix = b"" if environ["WORLD_SIZE"] == "1" else f"[rank {self._rank}] ".encode()
         self._exits = exits
         self._log = logs / f"rank{self._rank}.log"
@@ -99,6 +100,11 @@ class _Supervisor:
                 self._wait(script, (out, err))
             ended_at_s = time.monotonic()
             self._end(script, (out, err))
+        steps, has_saved = _progress_in(self._progress)
+        if (
+            has_saved and self._signal_number is not None
+        ):  # a second signal, or the grace, has cut the end short
+            script.returncode = SAVED_AND_REQUEUE
         worker_exit = WorkerExit(
             rank=self._rank,
             local_rank=self._local_rank,
@@ -110,7 +116,7 @@ class _Supervisor:
             was_killed=self._was_killed,
             patience_s=self._patience_s,
             error=last_words(err.tail) if script.returncode else "",
-            steps=_number_in(self._steps),
+            steps=steps,
             log=str(self._log),
         )
         if self._agent_is_gone:
@@ -219,14 +225,14 @@ class _Supervisor:
         os.write(2, text.encode())
 
 
-def _number_in(file: Path) -> int | None:
-    """The steps that a script has noted; takes the file away, for a next life."""
+def _progress_in(file: Path) -> tuple[int | None, bool]:
+    """The steps that a script has noted, and whether it has saved; takes the file away, for a next life."""
     try:
         noted = file.read_bytes()
         file.unlink()
-        return int.from_bytes(noted, sys.byteorder) if len(noted) == STEPS_BYTES else None
-    except OSError:
-        return None
+        return PROGRESS.unpack(noted)
+    except (OSError, struct.error):
+        return None, False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -70,7 +70,7 @@ class Checkpoints:
         every: int | None = None,
         keep: int | None = 3,
         asynchronous: bool = True,
-        signals: Iterable[str] = ("SIGTERM", "SIGUSR1", "SIGINT"),
+        signals: Iterable[str] = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"),
         on_failed_save: Literal["raise", "warn"] = "raise",
     ):
         current = script_run()
@@ -270,7 +270,7 @@ class Checkpoints:
             )
         self._say("saved_on_signal", f"{name}: saved step {step} in {show_path(self.folder)}", step=step)
         assert self._context.reporter is not None
-        self._context.reporter.ends_saved = True
+        self._context.reporter.ends_after_save()
         self._signals.close()
         sys.exit(SAVED)
 

@@ -87,6 +87,8 @@ class SaveSignals:
                     "signals=('SIGTERM', 'SIGUSR1')."
                 )
             number = getattr(signal, name)
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the run outlives its terminal
             self._before[number] = signal.signal(number, self._note)
 
     def close(self) -> None:
