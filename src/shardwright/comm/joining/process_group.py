@@ -23,10 +23,9 @@ import atexit
 import itertools
 import os
 import platform
-import socket
 import time
 import uuid
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +41,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 import shardwright
 from shardwright.comm.joining.facts import fact_of, facts_of_all
+from shardwright.comm.joining.interface import stay_on_this_host, take_interface_towards
 from shardwright.comm.joining.run_secret import Seal, seal_of_run
 from shardwright.comm.joining.session import Session, begin_session
 from shardwright.comm.joining.store import SealedStore, joined_tcp_store
@@ -187,6 +187,8 @@ def init_process_group(
         raise UsageError("There is a default process group already. Call destroy_process_group() before.")
     if environment.num_nodes == 1:
         stay_on_this_host()
+    else:
+        take_interface_towards(environment.master_addr)
     store = HashStore() if environment.world_size == 1 else joined_tcp_store(environment, timeout_s=timeout_s)
     seal = seal_of_run(os.environ)
     for_generation = store if seal is None else SealedStore(store, seal)
@@ -363,15 +365,3 @@ def _threads_rest() -> bool:
         if "gloo" in name and rest.split()[0] != "S":
             return False
     return True
-
-
-def stay_on_this_host(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has gloo and NCCL use the loopback interface, for ranks that are all on one host.
-
-    Other hosts have nothing to do there, and gloo would look up the host's name, which need not resolve.
-    """
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

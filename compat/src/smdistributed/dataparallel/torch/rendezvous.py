@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import MutableMapping
 
-from shardwright.comm.joining.process_group import stay_on_this_host
+from shardwright.comm.joining.interface import stay_on_this_host, take_interface_towards
 from shardwright.comm.launchers import LaunchEnvironment, detect
 
 __all__ = ["tell_torch"]
@@ -45,6 +45,8 @@ def tell_torch(environ: MutableMapping[str, str] = os.environ) -> LaunchEnvironm
         environ.setdefault(name, str(value))
     if environment.num_nodes == 1:
         stay_on_this_host(environ)
+    else:
+        take_interface_towards(environment.master_addr, environ)
     return environment
 
 
