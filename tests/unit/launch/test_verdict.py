@@ -268,6 +268,7 @@ def test_a_rank_that_waited_for_one_that_hangs_on_this_host():
 def test_a_rank_that_waited_for_one_that_was_done():
     """It was sent to the reports of other hosts."""
     report = failure_report([ended(0, 1, 10.5, error=PEER), ended(1, 0, 10.0)])
+    assert report.startswith("rank 1 ended early, with exit code 0: rank 0 needed it, and ended after 5.50 s")
     assert "rank 1 ended with exit code 0 before. All ranks must run the same steps" in report
     assert "other hosts" not in report
 

@@ -178,7 +178,7 @@ def _error_in_a_line(last_words: str) -> str:
 def failure_report(exits: Sequence[WorkerExit]) -> str:
     """Tells which worker failed first, how, its traceback and its log; of the others one line each."""
     first, *others = first_cause_first(exits)
-    lines = [f"{_headline(first)} after {format_seconds(first.seconds)}: {_cause(first)}"]
+    lines = [f"{_headline(first, exits)} after {format_seconds(first.seconds)}: {_cause(first)}"]
     if first.error and not begins_last_words(first.error):
         lines.append("  its stderr ends with:")
     is_for_users = _error_of_ours(first.error) is not None
@@ -210,8 +210,10 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     return "\n".join(lines)
 
 
-def _headline(first: WorkerExit) -> str:
-    """Names the rank that hangs, and not the one that has waited for it, where that is known."""
+def _headline(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
+    """Names the rank that hangs, or left too early, and not the one that has waited for it."""
+    if names_a_lost_peer(first.error) and (done := _done_before(first, exits)):
+        return f"rank {done} ended early, with exit code 0: rank {first.rank} needed it, and ended"
     error = _error_in_a_line(first.error)
     hung = _HUNG.search(error) if _error_of_ours(first.error) is errors.PeerTimeoutError else None
     if hung is None or (rank := next(filter(None, hung.groups()))) == str(first.rank):
@@ -219,12 +221,16 @@ def _headline(first: WorkerExit) -> str:
     return f"rank {rank} hangs: rank {first.rank} waited for it in vain, and ended"
 
 
+def _done_before(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
+    """The ranks that had ended well by then."""
+    return ", ".join(str(e.rank) for e in exits if e.exit_code == 0 and e.at_s <= first.at_s)
+
+
 def _about_lost_peer(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
     """Says where to look: a peer of this host has its own line."""
-    done = [str(e.rank) for e in exits if e.exit_code == 0 and e.at_s <= first.at_s]
-    if done:
+    if done := _done_before(first, exits):
         return (
-            f"It lost a peer that had come to its end: rank {', '.join(done)} ended with exit code 0 before. "
+            f"It lost a peer that had come to its end: rank {done} ended with exit code 0 before. "
             "All ranks must run the same steps and make the same calls."
         )
     named = _FROM_PEER.findall(first.error)
