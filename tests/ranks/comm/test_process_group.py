@@ -101,17 +101,25 @@ def test_hosts_that_count_restarts_differently_agree_on_a_generation():
     assert found == [[1, 2, 3]] * 4
 
 
-def test_a_rank_that_does_not_come_is_named():
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (
+            {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            r"Rank 0 waited 0.5 s at the start, but of 2 ranks.*: 1. Look into",
+        ),
+        ({}, r"could not join the gloo process group within 0.5 s: rank 1 did not come"),
+    ],
+    ids=["two hosts", "one host"],
+)
+def test_a_rank_that_does_not_come_is_named(env, said):
     def join():
         environment = detect(os.environ)
         if environment.rank == 1:
             return
         init_process_group(environment, backend="gloo", timeout_s=0.5)
 
-    env = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    with pytest.raises(
-        RanksFailedError, match=r"Rank 0 waited 0.5 s at the start, but of 2 ranks.*: 1. Look into"
-    ):
+    with pytest.raises(RanksFailedError, match=said):
         run_ranks(join, 2, init_process_group=False, env=env)
 
 

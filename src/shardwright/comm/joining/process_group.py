@@ -20,6 +20,7 @@ A greeting of a dead rank is answered too, but nobody reads that answer.
 """
 
 import atexit
+import contextlib
 import itertools
 import os
 import platform
@@ -43,10 +44,11 @@ import shardwright
 from shardwright.comm.joining.facts import fact_of, facts_of_all
 from shardwright.comm.joining.interface import stay_on_this_host, take_interface_towards
 from shardwright.comm.joining.run_secret import Seal, seal_of_run
-from shardwright.comm.joining.session import Session, begin_session
+from shardwright.comm.joining.session import Session, begin_session, has_come
 from shardwright.comm.joining.store import SealedStore, joined_tcp_store
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.launchers import detect
+from shardwright.comm.message_names import listed
 from shardwright.errors import LaunchError, UsageError
 from shardwright.quantities import format_seconds
 
@@ -216,9 +218,10 @@ def init_process_group(
         raise
     except (RuntimeError, ValueError) as error:
         waited_s = time.monotonic() - begun_s
+        who = _absent(PrefixStore(f"{prefix}/session", store), environment)
         raise LaunchError(
             f"{environment} could not join the {backend} process group "
-            f"{_why_not(waited_s, timeout_s=timeout_s)}. Look into the logs of the others first. "
+            f"{_why_not(waited_s, who, timeout_s=timeout_s)}. Look into the logs of the others first. "
             f"PyTorch says: {error}"
         ) from error
     end_with_process()
@@ -254,10 +257,20 @@ def seal_of_session() -> Seal | None:
     return None if session is None else session.seal
 
 
-def _why_not(waited_s: float, *, timeout_s: float) -> str:
+def _absent(store: Store, environment: LaunchEnvironment) -> str:
+    """The ranks that have not come, as far as the store tells."""
+    absent: list[int] = []
+    with contextlib.suppress(RuntimeError):  # it has gone, with the rank that served it
+        absent = [rank for rank in range(environment.world_size) if not has_come(store, rank)]
+    if not absent:
+        return "another rank"
+    return f"rank{'s' * (len(absent) > 1)} {listed(absent)}"
+
+
+def _why_not(waited_s: float, who: str, *, timeout_s: float) -> str:
     """Whether the time is over, or something else has ended the wait before."""
     if waited_s >= timeout_s:
-        return f"within {timeout_s:g} s: another rank did not come"
+        return f"within {timeout_s:g} s: {who} did not come"
     return (
         f"and gave up after {format_seconds(waited_s)}, before timeout_s ({timeout_s:g} s) was over: another "
         "rank has most likely failed or ended while it joined"

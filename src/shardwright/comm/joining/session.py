@@ -177,6 +177,11 @@ def begin_session(
 # ---- which secret ----
 
 
+def has_come(store: Store, rank: int) -> bool:
+    """Whether a rank has begun to join."""
+    return bool(store.check(["way" if rank == 0 else f"hello/{rank}"]))
+
+
 @contextlib.contextmanager
 def _way(
     store: Store, rank: int, *, one_host: bool, timeout_s: float, environ: Mapping[str, str]
