@@ -148,9 +148,19 @@ def told(clip, accumulated=1):
         optimizer.zero_grad()
         for _ in range(accumulated):
             train(model, batches(0, 1)[0])
-        clip([p for p in model.parameters() if p.grad is not None])
+        clip(list(model.parameters()) if clip is by_modules else _with_gradients(model))
         optimizer.step()
     return said
+
+
+def _with_gradients(model):
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def by_modules(parameters):
+    """An actor and a critic, each on a stage of its own."""
+    for part in (parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]):
+        clip_grad_norm_(part, 0.01)
 
 
 @pytest.mark.parametrize("accumulated", [1, in_sweep(2)])
@@ -179,6 +189,7 @@ def test_other_factors_of_stages_are_told_once():
     [
         by_pytorch,
         by_a_constant,
+        by_modules,
     ],
 )
 def test_gradients_that_all_ranks_scale_alike_are_no_news(clip):

@@ -21,6 +21,7 @@ from shardwright.torch._private import parameters_to_clip, replace_total_norm
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.parameters.sharded_tensor import own_part
+from shardwright.torch.step_end.training_alike import OwnScaling
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 _REMEDY = "Clip between it and optimizer.step()."
@@ -119,6 +120,7 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
         )
         total = torch.maximum(total, of_rows) if greatest else total + of_rows
     if current.links.replica is not None:
+        OwnScaling.clipped_together()
         with first_cause_named(current):
             alone = _name_of_one_alone(asked)
             number = torch.tensor(float(crc32(alone.encode())), dtype=total.dtype, device=total.device)

@@ -113,7 +113,7 @@ def trial(
     It is called with the arguments, where these are plain numbers, and with a closure where that fails.
 
     >>> trial(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
-    Trial(couples=False, collects=False, problem='')
+    _Trial(couples=False, collects=False, problem='')
     """
     if groups is None:
         groups = [group["params"] for group in optimizer.param_groups]

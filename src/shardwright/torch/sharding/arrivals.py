@@ -43,7 +43,7 @@ class _LiveWindow:
     Attributes:
         most: the largest sum of sizes so far.
 
-    >>> window = LiveWindow([1, 1], capacity=1)
+    >>> window = _LiveWindow([1, 1], capacity=1)
     >>> window.use([0]), window.use([1])
     ([Move(item=0, comes=True)], [Move(item=0, comes=False), Move(item=1, comes=True)])
     """

@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
-from shardwright.run.joint_calls import call_together
+from shardwright.run.joint_calls import call_together, first_cause_named
 from shardwright.torch.batch.batch import Batch, is_batch_tensor
 from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
@@ -154,6 +154,13 @@ class OwnScaling:
         factor: of all this rank's gradients before the last update; 0 where that is no one number.
     """
 
+    _clipped_together: ClassVar[bool] = False
+
+    @classmethod
+    def clipped_together(cls) -> None:
+        """All ranks of the replica have taken the norm of gradients together; some of them may change."""
+        cls._clipped_together = True
+
     def __init__(self, context: Context) -> None:
         self._context = context
         self._left = _UPDATES if context.mesh.world_size > 1 else 0
@@ -178,16 +185,20 @@ class OwnScaling:
         if not self._ended:
             return
         self._ended, self.factor = False, self._own_factor()
+        together, OwnScaling._clipped_together = OwnScaling._clipped_together, False
+        if together:  # by a norm over all ranks, which may be that of a module on some of them
+            self.factor = 0.0
         if self._compares:
             self._compares -= 1
-            self._refuse_own_norm(_norm(parameters))
+            if not together:
+                self._refuse_own_norm(_norm(parameters))
 
     def _refuse_own_norm(self, norm: float) -> None:
         """Refuses clipping by the norm of one stage: other factors, and then the same norm on all ranks."""
         ranks, replica = self._context.replica_ranks, self._context.links.replica
         assert replica is not None
         told = torch.tensor([self.factor, norm], dtype=torch.float64, device=self._context.device)
-        with call_together("optimizer.step()", ranks):
+        with first_cause_named(self._context), call_together("optimizer.step()", ranks):
             rows: list[list[float]] = replica.gather(told, Purpose.UPDATE).tolist()
         scaled = {
             rank: row
