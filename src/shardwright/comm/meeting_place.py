@@ -31,6 +31,7 @@ _WAITING = (
     "shardwright.torch.replicas.",
     "shardwright.torch.sharding.",
     "shardwright.torch.script_collectives",
+    "shardwright.torch.step_end.",
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
 )

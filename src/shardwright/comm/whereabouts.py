@@ -34,7 +34,7 @@ from typing import Protocol
 from shardwright.comm.joining.run_secret import not_from_a_stranger
 from shardwright.comm.meeting_place import MeetingPlace, Note, Stillness, joint_call, script_line
 from shardwright.comm.message_names import listed
-from shardwright.comm.pulse import Pulse, Pulses
+from shardwright.comm.pulse import Doing, Pulse, Pulses
 from shardwright.errors import PeerTimeoutError
 from shardwright.exit_codes import HANG
 
@@ -300,6 +300,8 @@ class Whereabouts:
         Its client of the store is made now: when it is needed, the store may be out of reach.
         """
         self._store_of_thread()
+        if self._pulse is not None:
+            self._pulse.begin(self._doing, self._look_at_others)
         self._thread = threading.Thread(target=self._watch, name="shardwright-whereabouts", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
@@ -313,6 +315,8 @@ class Whereabouts:
         self._closed.set()
         self._thread.join(_LAST_NOTE_S)
         self._thread = None
+        if self._pulse is not None:
+            self._pulse.rest()
 
     def script_ended(self, error: BaseException | None = None) -> None:
         """Says that the script has ended, with an error or without."""
@@ -332,7 +336,6 @@ class Whereabouts:
         seen, next_s, answers = -1, 0.0, True
         while not self._closed.wait(_TICK_S):
             self._stillness.look()
-            self._beat()
             now_s = time.monotonic()
             if self._moves != seen:
                 seen, next_s = self._moves, now_s + _STUCK_S
@@ -344,26 +347,25 @@ class Whereabouts:
                 if self._stalls is not None and (why := self._stalls.look(note)):
                     self._end(why)
                 next_s = now_s + _NOTE_EVERY_S
-        if self._pulse is not None:
-            self._pulse.rest()
         if answers:
             self._leave(self.note(), self._own_store or self._store)
 
-    def _beat(self) -> None:
-        """Tells the others of this host that this rank lives, and looks whether they do."""
-        if self._pulse is None:
-            return
-        waits = self._stillness.waits
+    def _doing(self) -> Doing:
+        """For the pulse."""
         step = f"in step {self.steps + 1}" if self._place is not None else f"after step {self.steps}"
         frame = self._stillness.frame
         line = "" if frame is None else script_line(frame)
         does = ", ".join(filter(None, (step, self.does(), line and f"at {line}")))
-        self._pulse.beat(waits=waits, does=does, stack=self._stillness.outline)
-        found = None if self._pulses is None else self._pulses.look(waits=waits)
-        if found is not None and self._pulses is not None:
-            rank, why = found
-            self._accuse(rank, why)
+        return Doing(self._stillness.waits, does, self._stillness.outline)
+
+    def _look_at_others(self, waits: bool) -> None:
+        """Ends the run for a rank of this host that will never go on."""
+        if self._pulses is None or (found := self._pulses.look(waits=waits)) is None:
+            return
+        rank, why = found
+        if self._pulses.pages[rank].state() == "T":
             self._pulses.pages[rank].end()
+            self._accuse(rank, why)
             self._end(why)
 
     def _said_to_thread(self, rank: int) -> Note | None:

@@ -1,7 +1,8 @@
 """The state of a run: settings, ranks, process groups, ties to other ranks, the wrapped model."""
 
+import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -77,6 +78,9 @@ class Links:
     world: SmallCollectives | None = None
 
 
+_NO_PORT = 1
+
+
 class Host(NamedTuple):
     """The host of a rank.
 
@@ -89,6 +93,16 @@ class Host(NamedTuple):
     address: str
     page: PageAddress
 
+    def refuses(self, timeout_s: float) -> bool:
+        """Whether it answers a knock at a port where nobody listens.
+
+        Raises:
+            OSError: no answer comes, as from a host that cannot be reached, or behind a firewall.
+        """
+        with suppress(ConnectionError):  # it has answered
+            socket.create_connection((self.address, _NO_PORT), timeout=timeout_s).close()
+        return True
+
 
 @dataclass(slots=True)
 class RankWatch:
@@ -100,6 +114,8 @@ class RankWatch:
         roll_call: waits for ranks that are to make a call together.
         pulse: tells the other ranks of this host that this one lives.
         hosts: of all ranks.
+        hosts_answer: knocks at another host's closed port were answered at the start: if they are not
+            later, it cannot be reached.
     """
 
     blame: Blame | None = None
@@ -107,6 +123,7 @@ class RankWatch:
     roll_call: RollCall | None = None
     pulse: Pulse | None = None
     hosts: tuple[Host, ...] = ()
+    hosts_answer: bool = False
 
 
 declare(Plan)

@@ -6,6 +6,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -45,6 +46,7 @@ from shardwright.run.launch_settings import following, given_settings
 from shardwright.run.reporting import Facts, Reporter
 
 _ContextT = TypeVar("_ContextT", bound=Context)
+_SOON_S = 0.5
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
 
 
@@ -105,7 +107,18 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
         plan=plan,
         watch=RankWatch(Blame(default_store(), rank=rank) if world_size > 1 else None),
     )
-    if world_size > 1:
+    try:
+        _tie(made, environment)
+    except BaseException:
+        if made.watch.pulse is not None:
+            made.watch.pulse.rest()
+        raise
+    return made
+
+
+def _tie(made: Context, environment: LaunchEnvironment) -> None:
+    """Ties this rank to the others of the run."""
+    if made.mesh.world_size > 1:
         _meet_all(made, environment)
     if made.mesh.spreads_model:
         _meet_stages(made)
@@ -118,7 +131,6 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
             made.groups.outer = made.further_group(outer, use="parts of a batch", backend=own)
     if made.mesh.data > 1:
         _meet_replicas(made)
-    return made
 
 
 def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
@@ -133,6 +145,11 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
         Host(name, address, PageAddress(*page))
         for name, address, page in _alike_settings(made.mesh, made.config, facts)
     )
+    here = made.watch.hosts[made.rank]
+    other = next((host for host in made.watch.hosts if host.address and host[:2] != here[:2]), None)
+    if other is not None:
+        with suppress(OSError):
+            made.watch.hosts_answer = other.refuses(_SOON_S)
     made.config = _with_limit_of_first(made.config)
     leave_groups_in_doubt()
     if made.device.type == "cpu" and made.config.shared_memory:

@@ -1,8 +1,8 @@
 """Calls that several ranks make together, and the rank that failed first, or whose data ran out."""
 
+import errno
 import itertools
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,8 +25,6 @@ STEP = "the step function"
 """The beginning of every step's `MeetingPlace.where`."""
 
 
-_NO_PORT = 1
-"""On which nobody listens: a host that can be reached refuses at once."""
 _ANSWER_S = 3.0
 
 
@@ -48,15 +46,12 @@ def _first_cause_named(context: Context, blame: Blame) -> Iterator[None]:
         first = blame.first_cause(error.rank)
         if not blame.store_answers or (first.is_loss and first.lost_peer is None):
             raise _by_notes(error, blame, context) from error
-        knows_no_more = first.rank == error.rank and (first.is_silent or first.is_loss)
+        cut_off = _cut_off(context, first.rank) if first.is_silent or first.is_loss else ""
+        knows_no_more = first.rank == error.rank and (first.is_silent or first.is_loss) and not cut_off
         if isinstance(error, PeerTimeoutError) and knows_no_more:
-            if cut_off := _cut_off(context, error.rank):
-                raise PeerTimeoutError(f"{cut_off}: {error}", rank=error.rank) from error
             raise
-        raise type(error)(
-            f"rank {first.rank} failed first ({first.text}); rank {context.rank} noticed it: {error}",
-            rank=first.rank,
-        ) from error
+        told = cut_off or f"rank {first.rank} failed first ({first.text})"
+        raise type(error)(f"{told}; rank {context.rank} noticed it: {error}", rank=first.rank) from error
     except RuntimeError as error:
         is_loss = names_a_lost_peer(str(error))
         blame.confess(error, is_loss=is_loss)
@@ -79,20 +74,19 @@ def _by_notes(error: RuntimeError, blame: Blame, context: Context) -> PeerLostEr
 
 def _cut_off(context: Context, rank: int) -> str:
     """Says that the host of a rank cannot be reached; empty where it answers, or is this one."""
-    if not (hosts := context.watch.hosts):
+    if not context.watch.hosts_answer:
         return ""
-    here, there = hosts[context.rank], hosts[rank]
+    here, there = context.watch.hosts[context.rank], context.watch.hosts[rank]
     if here[:2] == there[:2] or not there.address:
         return ""
     try:
-        socket.create_connection((there.address, _NO_PORT), timeout=_ANSWER_S).close()
-    except ConnectionError:
-        return ""  # it has answered
+        there.refuses(_ANSWER_S)
     except OSError as error:
-        return (
-            f"host {here.name} cannot reach host {there.name} ({there.address}), on which rank {rank} runs "
-            f"({error})"
-        )
+        if isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            return (
+                f"host {here.name} cannot reach host {there.name} ({there.address}), on which rank {rank} "
+                f"runs ({error})"
+            )
     return ""
 
 
@@ -145,7 +139,6 @@ def _ranks(ranks: Collection[int]) -> str:
 _T = TypeVar("_T")
 
 _RUNS = itertools.count()
-_LONGEST_SILENCE_S = 30.0
 
 
 def prepare(made: Context) -> None:
@@ -163,7 +156,7 @@ def prepare(made: Context) -> None:
         pulses=_pulses(made),
         accuse=_accuse(made),
         stalls=lambda said: Stalls(made.rank, made.config.missing_ranks_s, said, _tell_of_a_stall),
-        limit_silence=partial(limit_silence, store, min(made.config.timeout_s / 2, _LONGEST_SILENCE_S)),
+        limit_silence=partial(limit_silence, store, made.config.timeout_s / 2),
     )
     made.watch.roll_call = RollCall(
         store,

@@ -311,12 +311,20 @@ def _device_name(context: Context) -> str:
 
 def _progress_noted() -> mmap.mmap | None:
     """The memory in which the launcher finds how far this rank has come, however that ends."""
-    if not (file := os.environ.get(PROGRESS_VARIABLE)):
+    global _progress_file
+    # What the script starts is no rank.
+    _progress_file = os.environ.pop(PROGRESS_VARIABLE, "") or _progress_file
+    if not _progress_file:
         return None
     try:
-        with open(file, "w+b") as opened:
-            opened.write(bytes(PROGRESS.size))
-            opened.flush()
-            return mmap.mmap(opened.fileno(), PROGRESS.size)
+        opened = os.open(_progress_file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(opened, PROGRESS.size)
+            return mmap.mmap(opened, PROGRESS.size)
+        finally:
+            os.close(opened)
     except OSError:
         return None
+
+
+_progress_file = ""

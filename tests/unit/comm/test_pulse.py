@@ -2,6 +2,8 @@
 
 import os
 from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
 
 import pytest
 
@@ -14,14 +16,14 @@ class Page:
     """Of a rank that is made up."""
 
     beat: Beat
-    kernel: str = "S"
+    kernel: Any = "S"
     asked: list[str] = field(default_factory=list)
 
     def read(self):
         return self.beat
 
     def state(self):
-        return self.kernel
+        return self.kernel if isinstance(self.kernel, str) else next(self.kernel)
 
     def stack(self):
         return "its stack now"
@@ -76,16 +78,24 @@ def test_pages_of_other_hosts_and_of_other_processes_are_left_alone():
 
 def test_a_stopped_rank_ends_the_run_once_somebody_waits_for_it(clock):
     page = Page(at(1000.0), kernel="T")
-    assert beats(clock, {1: page}, for_s=3.5) is None
+    assert beats(clock, {1: page}, for_s=3.0) is None
     clock[0] = 1000.0
     assert beats(clock, {1: page}, for_s=10, waits=False) is None
     clock[0] = 1000.0
     told = []
     rank, why = beats(clock, {1: page}, for_s=10, told=told)
     assert rank == 1
-    assert why.startswith("rank 1 hangs: a signal (SIGSTOP) has stopped its process 4242 for ")
+    assert why.startswith(
+        "rank 1 hangs: a signal (SIGSTOP, or the terminal's) has stopped its process 4242 for "
+    )
     assert "forward of microbatch 1 on stage 0" in why
     assert "train.py:7" in told[0]
+
+
+def test_a_process_that_is_stopped_now_and_then_goes_on(clock):
+    """As under cpulimit, while C code holds the interpreter."""
+    page = Page(at(1000.0), kernel=cycle("TR"))
+    assert beats(clock, {1: page}, for_s=10) is None
 
 
 def test_only_the_first_of_those_that_wait_speaks(clock):
@@ -107,6 +117,27 @@ def test_a_rank_that_runs_no_python_is_named_once_and_waited_for(clock):
     (text,) = told
     assert text.startswith("rank 1 has not run Python for ")
     assert text.endswith("its stack now")
+
+
+def test_silent_ranks_are_asked_one_at_a_look(clock):
+    told = []
+    pages = {rank: Page(at(1000.0, rank=rank), kernel="R") for rank in (1, 2, 3)}
+    beats(clock, pages, for_s=4, told=told)
+    assert 0 < len(told) < 3
+    beats(clock, pages, for_s=20, told=told)
+    assert len(told) >= 3
+
+
+def test_a_rank_that_goes_on_is_not_asked_for_its_stack(clock):
+    """The signal would end one that has unregistered it meanwhile."""
+    told, page = [], Page(at(1000.0), kernel="R")
+    later = iter([page.beat, at(1e9)])
+    page.read = lambda: next(later)
+    pulses = Pulses(0, {1: page}, told.append)
+    while not told:
+        clock[0] += 0.5
+        pulses.look(waits=True)
+    assert told[0].endswith("train.py:7")
 
 
 def test_a_rank_that_was_itself_held_up_does_not_judge_others_by_that(clock):

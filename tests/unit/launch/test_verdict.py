@@ -315,7 +315,40 @@ def test_what_would_fail_again_is_not_started_again():
     assert again([], [first]) == ""
     assert again([first], [first]) == "rank 1 has failed in the same way after step 41 twice"
     assert again([first], [replace(first, steps=42)]) == ""
-    assert again([replace(first, steps=None)], [replace(first, steps=None)]) != ""
+    assert again([replace(first, steps=None)], [replace(first, steps=None)]) == ""
+
+
+@pytest.mark.parametrize("kind", ["CheckpointError", "TraceMismatchError", "PeerTimeoutError"])
+def test_what_may_be_another_s_doing_or_pass_is_started_again(kind):
+    error = traceback_of("train.py", error=f"shardwright.errors.{kind}: Stale file handle")
+    assert again([], [replace(ended(0, 1, error=error), steps=7)]) == ""
+
+
+def test_a_usage_error_behind_the_first_step_may_be_of_other_ranks():
+    error = traceback_of("train.py", error="shardwright.errors.UsageError: rank 1 is elsewhere")
+    assert again([], [replace(ended(0, 1, error=error), steps=7)]) == ""
+    assert again([], [ended(0, 1, error=error)]) == "a UsageError comes again at every start"
+
+
+def test_a_rank_that_noticed_an_end_before_is_no_cause():
+    hangs = traceback_of(
+        "train.py",
+        error="shardwright.errors.PeerTimeoutError: rank 1 hangs: a signal (SIGSTOP) has stopped its process "
+        "7 for 4 s, and rank 0 waits. It was in step 3, at train.py:8.",
+    )
+    noticed = traceback_of("train.py", error="shardwright.errors.PeerLostError: receiving from rank 1 failed")
+    exits = [ended(1, -9, 10.0), ended(2, 1, 10.01, error=noticed), ended(0, 6, 12.0, error=hangs)]
+    assert failure_report(exits).startswith("rank 1 hangs: rank 0 waited for it in vain")
+    assert exit_code(exits) == 6
+
+
+def test_a_host_that_cannot_be_reached_does_not_hang():
+    error = traceback_of(
+        "train.py",
+        error="shardwright.errors.PeerTimeoutError: host a cannot reach host b (10.0.0.2), on which rank 1 "
+        "runs (timed out): receiving from rank 1 failed: no answer within 300 s.",
+    )
+    assert failure_report([ended(0, 1, error=error)]).startswith("rank 0 failed first")
 
 
 def test_a_rank_that_was_killed_is_started_again_unless_it_is_at_the_same_step():

@@ -49,7 +49,7 @@ _INSTEAD = {
 _OPTIONS_THAT_WERE = {
     **dict.fromkeys(
         ("compare -o", "compare --output", "compare --open"),
-        "Two pages side by side: shardwright report RUN --open, for each run; the figures: --json.",
+        "Two pages side by side: shardwright report RUN --open, for each run; the figures: shardwright runs.",
     ),
     **dict.fromkeys(
         ("plan --verify", "plan --trial-steps"),

@@ -133,8 +133,12 @@ def limit_silence(store: Any, seconds: float) -> None:
             return  # a file, or the memory of this process
     folder = Path("/proc/self/fd")
     # With a default for timeouts, looking at a connection would change it.
-    looks = folder.is_dir() and socket.getdefaulttimeout() is None
-    for descriptor in os.listdir(folder) if looks else ():
+    if not folder.is_dir() or socket.getdefaulttimeout() is not None:
+        return
+    descriptors: list[str] = []
+    with suppress(OSError):  # there are too many already
+        descriptors = os.listdir(folder)
+    for descriptor in descriptors:
         with suppress(OSError):  # it is closed meanwhile, or only listens
             if not os.readlink(folder / descriptor).startswith("socket:"):
                 continue

@@ -24,7 +24,7 @@ try:
     import torch
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from shardwright.launch.ranks.rendezvous import BACKEND, NotAgainError
@@ -33,7 +33,8 @@ except ImportError as error:
         f"Starting ranks needs PyTorch, which does not import: {error}. pip install 'shardwright[torch]'"
     ) from error
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_HANGS_UP = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup: it outlives its terminal
+_SIGNALS = f"SIGTERM,SIGINT,{'SIGHUP,' if _HANGS_UP else ''}SIGQUIT,SIGUSR1"
 _AGENT_MARGIN_S = 10
 
 
@@ -55,6 +56,7 @@ class _NoLogs(LogsSpecs):
 
 
 def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bool = False) -> int:
+    report = _wherever(report)
     os.environ.update(request.worker_environ(os.environ))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not verbose:
@@ -76,7 +78,9 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
             pass  # the exit log knows better
         except NotAgainError as error:
             report(f"not started again: {error}")
-        except RendezvousClosedError:
+        except (RendezvousClosedError, RendezvousConnectionError) as error:
+            if not exits.of_last_life():  # it never started
+                raise LaunchError(_not_started(request, error)) from error
             report("not started again: another host has ended the run")
         except SignalException as stopped:
             return _stopped(exits, stopped.sigval, request, report=report)
@@ -122,6 +126,16 @@ def _job_variables(request: LaunchRequest) -> Iterator[None]:
         for folder in sorted(folders, reverse=True) if request.num_nodes == 1 else ():
             with contextlib.suppress(OSError):  # it has something in it
                 folder.rmdir()
+
+
+def _wherever(report: Callable[[str], None]) -> Callable[[str], None]:
+    """Reports, also to a terminal that has gone: the exit code says the same."""
+
+    def told(text: str) -> None:
+        with contextlib.suppress(OSError):
+            report(text)
+
+    return told
 
 
 def _publish(exits: ExitLog, path: str | None) -> None:
@@ -204,8 +218,8 @@ def _stopped(
         report(f"stopped by {number.name}; the ranks saved their state (exit code 75)")
         return SAVED_AND_REQUEUE
     if len(codes) == request.num_ranks and not any(codes):
-        report(f"{number.name} came when the script was at its end, to which it came in time")
-        return 0
+        report(f"stopped by {number.name}; the script ended by itself, with exit code 0")
+        return 128 + number
     killed = [  # not those that a second signal ended
         worker_exit.rank
         for worker_exit in exits.of_last_life()

@@ -11,6 +11,7 @@ several             at the endpoint ("c10d"): its state, which torchelastic pick
 With a secret, all values carry its code.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -28,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
     dynamic_rendezvous,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -141,9 +143,27 @@ class _Numbered(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             self._store = self._met()
+        elif self._is_closed():
+            raise RendezvousClosedError
         found = super().next_rendezvous()
         meeting: Any = found.bootstrap_store_info
         return RendezvousInfo(_sealed(found.store), found.rank, found.world_size, meeting)
+
+    def set_closed(self) -> None:
+        """Tells the other hosts not to start again."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(self._closed, "yes")
+
+    @property
+    def _closed(self) -> str:
+        return f"{self.run_id}.closed"
+
+    def _is_closed(self) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check([self._closed]))
+        except RuntimeError:  # it has gone with the host that served it
+            return True
 
     def _met(self) -> Store:
         """The store, once all hosts are there."""

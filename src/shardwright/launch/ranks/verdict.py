@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwright import errors
 from shardwright.comm.message_names import names_a_lost_peer
-from shardwright.exit_codes import FAILED, HANG, NO_PLAN, USAGE, exit_code_of
+from shardwright.exit_codes import FAILED, HANG, exit_code_of
 from shardwright.launch.processes import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.worker_output import begins_last_words, fold
 from shardwright.quantities import format_seconds
@@ -15,6 +15,7 @@ WORKER_CRASHED = 5
 _SAME = "with the same error"
 _NOTICED = "noticed it, and ended"
 _ENDED = "killed, because"
+_CUT_OFF = "cannot reach host"
 _MANY = 4
 """So many ranks that ended alike share a line."""
 _LONGEST = 160
@@ -93,7 +94,7 @@ def _named_as_hung(worker_exit: WorkerExit) -> set[int]:
 
 
 def _distance_from_cause(worker_exit: WorkerExit) -> int:
-    if worker_exit.exit_code == SAVED_AND_REQUEUE:
+    if worker_exit.exit_code in (SAVED_AND_REQUEUE, HANG):
         return 0
     if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
         return 2
@@ -120,6 +121,9 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
     return WORKER_CRASHED if code == FAILED else code
 
 
+_AT_EVERY_START = (errors.ConfigError, errors.PlanError, errors.InfeasiblePlanError, errors.ScheduleError)
+
+
 def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> str:
     """Why another start would end as the last one has; empty where it may not.
 
@@ -132,17 +136,14 @@ def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> st
         return ""
     first = failed[0]
     kind = _error_of_ours(first.error) if first.exit_code == FAILED else None
-    if kind is not None and exit_code_of(kind) in (USAGE, NO_PLAN):
+    if kind in _AT_EVERY_START or (kind is errors.UsageError and not first.steps):
         return f"a {kind.__name__} comes again at every start"
     causes = first_cause_first(before)
-    tells = first.steps if first.exit_code < 0 else first.error  # signals say nothing
-    if not causes or _distance_from_cause(first) or not tells:
-        return ""
-    same = [(e.rank, e.exit_code, e.error, e.steps) for e in (causes[0], first)]
-    if same[0] != same[1]:
-        return ""
-    after = f" after step {first.steps}" if first.steps else ""
-    return f"rank {first.rank} has failed in the same way{after} twice"
+    if not causes or _distance_from_cause(first) or not first.steps:
+        return ""  # without a step, what failed may be a file system that is back in a moment
+    earlier, last = ((e.rank, e.exit_code, e.error, e.steps) for e in (causes[0], first))
+    again = f"rank {first.rank} has failed in the same way after step {first.steps} twice"
+    return again if earlier == last else ""
 
 
 def _error_of_ours(last_words: str) -> type[errors.ShardwrightError] | None:
@@ -215,7 +216,8 @@ def _headline(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
     if names_a_lost_peer(first.error) and (done := _done_before(first, exits)):
         return f"rank {done} ended early, with exit code 0: rank {first.rank} needed it, and ended"
     error = _error_in_a_line(first.error)
-    hung = _HUNG.search(error) if _error_of_ours(first.error) is errors.PeerTimeoutError else None
+    is_late = _error_of_ours(first.error) is errors.PeerTimeoutError and _CUT_OFF not in error
+    hung = _HUNG.search(error) if is_late else None
     if hung is None or (rank := next(filter(None, hung.groups()))) == str(first.rank):
         return f"rank {first.rank} failed first,"
     return f"rank {rank} hangs: rank {first.rank} waited for it in vain, and ended"

@@ -131,6 +131,8 @@ class _Supervisor:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self._wakeup_write_fd)
         for number in (*_FORWARDED, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the script has it ignored, too
             signal.signal(number, lambda *_: None)  # the number arrives through the pipe
 
     def _open_log(self) -> BinaryIO:

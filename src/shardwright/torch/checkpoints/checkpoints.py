@@ -268,9 +268,9 @@ class Checkpoints:
                 f"{name} came, and step {step} was not saved in {show_path(self.folder)}: see the warning "
                 "before, or it was to be loaded in the first step, which was not made."
             )
-        self._say("saved_on_signal", f"{name}: saved step {step} in {show_path(self.folder)}", step=step)
         assert self._context.reporter is not None
         self._context.reporter.ends_after_save()
+        self._say("saved_on_signal", f"{name}: saved step {step} in {show_path(self.folder)}", step=step)
         self._signals.close()
         sys.exit(SAVED)
 

@@ -116,7 +116,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 log = logging.getLogger(__name__)
 
 _ELEMENTS = 2**21  # with gradients and two states 32 MiB: more than a core's share of the caches
-_FEW_ELEMENTS, _MANY = 64, 32
+_FEW_ELEMENTS, _SOME, _MANY = 64, 8, 64
 _UPDATES = 3
 
 
@@ -134,8 +134,11 @@ def update_costs(context: Context) -> UpdateCosts:
         like = None if wrapped is None else wrapped.optimizer
         (large,) = parameters = [_parameter(_ELEMENTS, context.device)]
         rate = large.nbytes / _update_s(parameters, like)
-        many = [_parameter(_FEW_ELEMENTS, context.device) for _ in range(_MANY)]
-        return UpdateCosts(bytes_a_second=rate, parameter_s=_update_s(many, like) / _MANY)
+        some, many = (
+            _update_s([_parameter(_FEW_ELEMENTS, context.device) for _ in range(number)], like)
+            for number in (_SOME, _MANY)
+        )
+        return UpdateCosts(bytes_a_second=rate, parameter_s=max(many - some, 0.0) / (_MANY - _SOME))
     except Exception as error:  # whatever somebody's optimizer raises without the model that it was made for
         log.info("the optimizer's update cannot be timed (%s): it is estimated by bytes", error)
         return UpdateCosts()

@@ -160,7 +160,9 @@ class DistributedModel(SpreadModule):
             refuse_call(trains=torch.is_grad_enabled(), has_values=not self.waits_for_memory)
             if self.partitioned:
                 return self._call_outside.run(self.run_step, args, kwargs)
-            args, kwargs = self._call_outside.agreed(args, kwargs)
+            first = next(self.get_module().parameters(), None)
+            device = context().device if first is None else first.device
+            args, kwargs = self._call_outside.agreed(args, kwargs, device)
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
             self._steps.called_to_train |= torch.is_grad_enabled() and self.get_module().training
         if self._low_precision is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.comm.message_names import Purpose
@@ -58,17 +59,22 @@ class CallOutside:
         self._function = ReadingStep(call_of_the_model)
         self._broadcast: BatchBroadcast | None = None
 
-    def agreed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of the replica's first rank, for a model that every rank still has as a whole."""
+    def agreed(self, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Arguments:
+        """The arguments of the replica's first rank, for a model that every rank still has as a whole.
+
+        The script has it where it likes, until the first step: on `device`.
+        """
         current = context()
-        meet("a call of the model", ranks_with_the_model())
+        with first_cause_named(current):
+            meet("a call of the model", ranks_with_the_model())
         if current.links.replica is None:
             return tuple(args), dict(kwargs)
         if self._broadcast is None:
             self._broadcast = BatchBroadcast(
                 current.links.replica, source=current.replica_ranks[0], device=current.device
             )
-        return self._broadcast((tuple(args), dict(kwargs)))
+        received = self._broadcast((tuple(args), dict(kwargs)))
+        return received if current.rank == current.replica_ranks[0] else _moved(received, device)
 
     def run(
         self,
@@ -79,6 +85,11 @@ class CallOutside:
         """Runs the model; collective over the ranks of the replica."""
         batch = Batch((tuple(args), dict(kwargs)), Splitter(in_one=True))
         return run_step(self._function, batch).results[0]
+
+
+def _moved(arguments: Arguments, device: torch.device) -> Arguments:
+    moved: Arguments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
+    return moved
 
 
 def refuse_call(*, trains: bool, has_values: bool) -> None:
