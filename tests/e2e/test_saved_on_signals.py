@@ -170,7 +170,7 @@ def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
 def test_an_end_that_is_cut_short_after_the_save_is_no_failure(tmp_path: Path) -> None:
     """It was 130, and said that the state was not saved, beside the line that it was."""
     command = _command(tmp_path)
-    (tmp_path / "train.py").write_text(f"import atexit, time; atexit.register(time.sleep, 30){SCRIPT}")
+    (tmp_path / "train.py").write_text(f"import atexit, time; atexit.register(time.sleep, 6){SCRIPT}")
     process = _started(command, tmp_path)
     _until_it_says(process, "step 1 loss")
     process.send_signal(signal.SIGHUP)
