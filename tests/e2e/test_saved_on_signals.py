@@ -82,6 +82,7 @@ def _started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     [
         signal.SIGTERM,
         pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.sweep),
         pytest.param(signal.SIGINT, marks=pytest.mark.sweep),
     ],
 )
@@ -170,11 +171,11 @@ def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
 def test_an_end_that_is_cut_short_after_the_save_is_no_failure(tmp_path: Path) -> None:
     """It was 130, and said that the state was not saved, beside the line that it was."""
     command = _command(tmp_path)
-    (tmp_path / "train.py").write_text(f"import atexit, time; atexit.register(time.sleep, 6){SCRIPT}")
+    (tmp_path / "train.py").write_text(f"import atexit, time; atexit.register(time.sleep, 30){SCRIPT}")
     process = _started(command, tmp_path)
     _until_it_says(process, "step 1 loss")
-    process.send_signal(signal.SIGHUP)
-    _until_it_says(process, "SIGHUP: saved step")
+    process.send_signal(signal.SIGINT)
+    _until_it_says(process, "SIGINT: saved step")
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
