@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import struct
+import signal
 import subprocess
 import termios
 from collections.abc import Sequence
@@ -21,7 +22,13 @@ class OnTerminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         own = {name: value for name, value in os.environ.items() if name not in ("CI", "COLUMNS", "NO_COLOR")}
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, cwd=folder, env={**own, "TERM": "xterm"}
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=folder,
+            env={**own, "TERM": "xterm"},
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         )
         os.close(slave)
         self.text = ""
