@@ -4,8 +4,8 @@ import fcntl
 import os
 import pty
 import re
-import struct
 import signal
+import struct
 import subprocess
 import termios
 from collections.abc import Sequence
