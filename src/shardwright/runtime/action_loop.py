@@ -145,7 +145,7 @@ def run_actions(
     row = MeasuredRow()
     weights_left = dict.fromkeys(stages, schedule.num_microbatches)
     for action in schedule.actions[rank]:
-        _Present.action = action
+        _PRESENT[0] = action
         context = _NOTHING if named is None else named(action)
         if not action.is_compute:
             with context:
@@ -161,19 +161,17 @@ def run_actions(
         row.events.append((action, start_s, end_s, messages.waited_s + other_waits_s() - waited_s))
         if bytes_in_use is not None:
             row.memory.append(bytes_in_use())
-    _Present.action = None
+    _PRESENT[0] = None
     return row
 
 
-class _Present:
-    """What is computed now; another thread reads it."""
-
-    action: Action | None = None
+_PRESENT: list[Action | None] = [None]
+"""What is computed now; another thread reads it."""
 
 
 def present_action() -> str:
     """What the rank computes, or sends, at this moment; empty between batches."""
-    action = _Present.action
+    (action,) = _PRESENT
     if action is None:
         return ""
     return f"{action.kind.name.lower()} of microbatch {action.microbatch} on stage {action.stage}"
