@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
-import sys, time, torch, torch.distributed as dist, shardwright.torch as sw
+BEGIN = """
+import ctypes, os, signal, time, torch, torch.distributed as dist, shardwright.torch as sw
 sw.init({"profile": "estimated", "report": False, "microbatches": 2, "timeout_s": 90})
 model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
 
@@ -15,7 +15,11 @@ def train(model, x):
     model.backward(loss)
     return loss
 
-def load(step):
+"""
+
+SCRIPT = (
+    BEGIN
+    + """def load(step):
     if step == 2 and sw.rank() == 1:
         time.sleep(12)
     return torch.ones(4, 8)
@@ -26,6 +30,7 @@ if sw.rank() == 0:
     dist.all_reduce(torch.ones(3))
 train(model, load(0))
 """
+)
 
 
 def test_who_sleeps_is_named_and_a_lone_collective_ends(tmp_path: Path) -> None:
@@ -43,18 +48,9 @@ def test_who_sleeps_is_named_and_a_lone_collective_ends(tmp_path: Path) -> None:
     assert "which waits for rank 0: rank 1 is in the step function train" in said
 
 
-SILENT = """
-import ctypes, os, signal, time, torch, shardwright.torch as sw
-sw.init({"profile": "estimated", "report": False, "microbatches": 2, "timeout_s": 300})
-model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
-
-@sw.step
-def train(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-def load(step):
+SILENT = (
+    BEGIN.replace("90", "300")
+    + """def load(step):
     if step == 2 and sw.rank() == 1:
         ctypes.PyDLL(None).sleep(7)
     if step == 4 and sw.rank() == 1:
@@ -64,6 +60,7 @@ def load(step):
 for step in range(6):
     train(model, load(step))
 """
+)
 
 
 def test_who_runs_no_python_is_named_and_who_is_stopped_ends_the_run(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardwright.comm._private import uses_gpus
 from shardwright.comm.blame import Blame
+from shardwright.comm.joining.interface import own_address_towards
 from shardwright.comm.joining.process_group import (
     backend_for,
     default_store,
@@ -140,7 +141,8 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     made.watch.blame.begin()  # before any rank can wait for this one, and finds a note of an earlier run
     refuse_mixed_versions(tell_all)
     made.watch.pulse = Pulse(made.rank)
-    facts = (*_host(environment), tuple(made.watch.pulse.address))
+    own_address = own_address_towards(environment.master_addr) or ""
+    facts = (socket.gethostname(), own_address, tuple(made.watch.pulse.address))
     made.watch.hosts = tuple(
         Host(name, address, PageAddress(*page))
         for name, address, page in _alike_settings(made.mesh, made.config, facts)
@@ -159,16 +161,6 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     made.links.world = SmallCollectives(
         range(made.mesh.world_size), rank=made.rank, local=made.links.local_peers
     )
-
-
-def _host(environment: LaunchEnvironment) -> tuple[str, str]:
-    """The name and the address of this host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
-        try:
-            probe.connect((environment.master_addr, environment.master_port))
-            return socket.gethostname(), str(probe.getsockname()[0])
-        except OSError:  # by IPv6 alone, for example
-            return socket.gethostname(), ""
 
 
 def _meet_stages(made: Context) -> None:

@@ -13,7 +13,7 @@ def routes(monkeypatch):
     """From which address each host is reached; another host: by the default route."""
     found = {"head": "10.9.0.5", interface._ELSEWHERE: "10.0.0.5"}
     monkeypatch.setattr(interface, "_addresses", lambda: ADDRESSES)
-    monkeypatch.setattr(interface, "_own_address_towards", found.get)
+    monkeypatch.setattr(interface, "own_address_towards", found.get)
     return found
 
 
@@ -48,11 +48,11 @@ def test_what_is_named_stays(routes):
 
 def test_a_machine_with_loopback_alone_is_left_to_gloo(monkeypatch):
     monkeypatch.setattr(interface, "_addresses", lambda: {"lo": "127.0.0.1"})
-    monkeypatch.setattr(interface, "_own_address_towards", lambda host: None)
+    monkeypatch.setattr(interface, "own_address_towards", lambda host: None)
     assert taken("head") is None
 
 
 def test_this_machine_s_own_interfaces_have_addresses():
     assert set(interface._addresses().values()) >= {"127.0.0.1"}
-    assert interface._own_address_towards("127.0.0.1") == "127.0.0.1"
-    assert interface._own_address_towards("no.such.name.invalid") is None
+    assert interface.own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface.own_address_towards("no.such.name.invalid") is None

@@ -41,15 +41,15 @@ def take_interface_towards(host: str, environ: MutableMapping[str, str] = os.env
 def _interface_towards(host: str) -> str | None:
     """The name; None where it cannot be told, as with addresses of IPv6 alone."""
     addresses = _addresses()
-    own = _own_address_towards(host)
+    own = own_address_towards(host)
     if own is None or own.startswith("127."):  # the host is this one, and its name leads to loopback
-        own = _own_address_towards(_ELSEWHERE)
+        own = own_address_towards(_ELSEWHERE)
     outer = {name: address for name, address in addresses.items() if not address.startswith("127.")}
     by_route = next((name for name, address in outer.items() if address == own), None)
     return by_route or next(iter(outer), None)
 
 
-def _own_address_towards(host: str) -> str | None:
+def own_address_towards(host: str) -> str | None:
     """The address that a packet to a host would come from; none is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
