@@ -45,12 +45,17 @@ def test_a_run_measures_them_and_trains_as_without(monkeypatch, tmp_path):
     assert cluster.loop_costs.step_s + cluster.loop_costs.action_s > 0
     assert plan.prediction.conditions.action_overhead_s == costs.action_s
     assert plan.prediction.alone_s > 0
-    files = {
-        path.name.rsplit("-", 1)[1]: json.loads(path.read_text()) for path in (tmp_path / "host").iterdir()
-    }
+    files = {path.name.rsplit("-", 1)[1]: path for path in (tmp_path / "host").iterdir()}
     assert set(files) == {"2x1x1.json", "1x1x1.json"}
-    _, _, known, _ = run_ranks(losses_and_costs, 2, plan="anew")[0]
-    assert (known.host_costs, known.loop_costs) == (costs, cluster.loop_costs)
+    found = json.loads(files["2x1x1.json"].read_text())
+    assert found["step_s"] == costs.step_s
+    # The next run knows them, and scales them by the speed of its own moment.
+    changed = {"loop_s": 1.0, "step_s": 100.0, "action_s": 10.0, "unit_s": 1.0, "operation_s": 0.5}
+    files["2x1x1.json"].write_text(json.dumps({**found, **changed}))
+    _, _, cluster, _ = run_ranks(losses_and_costs, 2, plan="anew")[0]
+    known = cluster.host_costs
+    assert 0 < known.step_s < 50
+    assert known.action_s == pytest.approx(known.step_s / 10)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _WIDTH = 8
 _MORE_UNITS, _OPERATIONS = 8, 16
 _ROUNDS = 5
+_LOOPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +99,22 @@ def with_host_costs(run: Context, cluster: Cluster) -> Cluster:
 
 
 def _costs(run: Context) -> HostCosts:
-    """Those of a run, as an earlier one has measured them, or as they are now."""
+    """Those of a run: as an earlier one has measured them, at today's speed, or as they are now."""
     mesh, world = run.mesh, context()
     replay = "" if run.config.replay == "auto" else f"-{run.config.replay}"
     name = f"{machine_key(run)}-{mesh.pipeline}x{mesh.data}x{mesh.shard}{replay}.json"
     file = None if os.environ.get("SHARDWRIGHT_CACHE") == "off" else cache_folder() / "host" / name
     known = world.from_first_rank(lambda: None if file is None else _read(file))
+    loop_s = statistics.fmean(world.from_all_ranks(_loop_s(run.device)))
     if known is not None:
-        return HostCosts(**known)
+        then_s = known.pop("loop_s")
+        return HostCosts(**{name: each * loop_s / then_s for name, each in known.items()})
     found = world.from_all_ranks(asdict(_measured(run)))
     costs = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
     if file is not None and world.rank == 0:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, json.dumps({"version": __version__, **costs}, indent=1))
+            replace_file(file, json.dumps({"version": __version__, "loop_s": loop_s, **costs}, indent=1))
         except OSError as error:
             log.warning("what the library takes cannot be kept in %s: %s", file, error)
     return HostCosts(**costs)
@@ -124,12 +127,25 @@ def _read(file: Path) -> dict[str, float] | None:
     try:
         found = dict(UserFile(file, what="costs of the library", error=UsageError).read_json())
         is_of_this = found.pop("version", None) == __version__
-        costs = asdict(HostCosts(**found))
+        costs = {"loop_s": found.pop("loop_s"), **asdict(HostCosts(**found))}
         usable = all(isinstance(each, float) and 0 <= each < math.inf for each in costs.values())
-    except (UsageError, TypeError, ValueError) as error:
+        usable = usable and costs["loop_s"] > 0
+    except (UsageError, KeyError, TypeError, ValueError) as error:
         log.warning("%s: measured anew", error if isinstance(error, UsageError) else file)
         return None
     return costs if is_of_this and usable else None
+
+
+def _loop_s(device: torch.device) -> float:
+    """Processor time of a plain loop over a toy, by which costs of another day are scaled."""
+    generators = get_state(device)
+    try:
+        with torch.enable_grad():
+            layers, part = _Layers(_MORE_UNITS, device), torch.ones(1, _WIDTH, device=device)
+            taken = [_seconds(lambda: layers(part, 1).mean().backward()) for _ in range(_LOOPS)]
+    finally:
+        set_state(generators, device)
+    return statistics.quantiles(taken, n=4)[0]
 
 
 def _alone(run: Context) -> Context:

@@ -33,13 +33,14 @@ def test_costs_are_told_apart():
         ({"version": "0"}, False),
         ({"step_s": -1.0}, False),
         ({"action_s": "x"}, False),
+        ({"loop_s": 0.0}, False),
         ({"x": 1}, False),
     ],
 )
 def test_costs_of_another_version_are_measured_anew(tmp_path, changed, is_used):
     file = tmp_path / "host.json"
     assert _read(file) is None
-    costs = {"step_s": 2e-3, "action_s": 3e-4, "unit_s": 2e-5, "operation_s": 1e-5}
+    costs = {"loop_s": 1e-3, "step_s": 2e-3, "action_s": 3e-4, "unit_s": 2e-5, "operation_s": 1e-5}
     file.write_text(json.dumps({"version": __version__, **costs, **changed}))
     assert _read(file) == (costs if is_used else None)
 
