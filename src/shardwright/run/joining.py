@@ -1,5 +1,6 @@
 """Starts a run and joins its ranks, whatever front end the script takes: identities, process groups."""
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -49,6 +50,8 @@ from shardwright.run.reporting import Facts, Reporter
 _ContextT = TypeVar("_ContextT", bound=Context)
 _SOON_S = 0.5
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
+_CHAOS = "SHARDWRIGHT_CHAOS"
+"""Names a file of faults on purpose, see `shardwright.testing.faults`."""
 
 
 IMPORTED_FOR_MODEL: ContextVar[str] = ContextVar("IMPORTED_FOR_MODEL")
@@ -84,6 +87,9 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
     environment = detect(os.environ)
     if config.ddp_port is not None and os.environ.keys().isdisjoint(_PORTS):
         environment = replace(environment, master_port=config.ddp_port)
+    if os.environ.get(_CHAOS):  # by its name: it stands above all that it disturbs
+        points = importlib.import_module("shardwright.testing.fault_points")
+        points.install(environment.rank, environment.world_size)
     device = _device(environment.local_rank)
     _announce(environment)
     _check_backend(config.ddp_dist_backend, device)

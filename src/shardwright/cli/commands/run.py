@@ -80,6 +80,10 @@ Grace = Annotated[
         "--grace", min=0.0, max=MOST_SECONDS, metavar="SECONDS", help="Time to save after Ctrl-C or SIGTERM."
     ),
 ]
+Chaos = Annotated[
+    Path | None,
+    typer.Option("--chaos", metavar="FILE", help="Faults that are to happen (docs/testing.md)."),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the torchrun line that does the same, and stop.")
 ]
@@ -125,6 +129,7 @@ def run(
     grace_s: Grace = 30.0,
     device: OnDevice = Device.AUTO,
     mp_parameters: MpParameters = None,
+    chaos: Chaos = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -166,12 +171,17 @@ def run(
         quiet=quiet,
         device=device.value,
         mp_parameters=None if mp_parameters is None else _read_mp_parameters(mp_parameters),
+        chaos=chaos,
     )
     _check_settings(request)
     # Last, because it imports torch: mistakes are told before.
     if num_ranks is None and device is not Device.CPU:
         request = dataclasses.replace(request, num_ranks=_num_devices())
     _check_ranks(request)
+    if chaos is not None:
+        from shardwright.testing.faults import Faults  # the tools of tests, which few runs need
+
+        Faults.read(chaos).check(request.num_ranks * num_nodes)
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)
         _note_crowd(request)

@@ -58,6 +58,7 @@ class LaunchRequest:
         grace_s: seconds that ranks may take to end after a signal.
         device: ``cpu`` runs a script that is written for CUDA on the CPU; ``auto`` leaves it as it is.
         mp_parameters: of SageMaker's model parallel library, for scripts that use its names.
+        chaos: a file of faults on purpose.
     """
 
     target: str
@@ -76,6 +77,7 @@ class LaunchRequest:
     quiet: bool = False
     device: Literal["auto", "cpu"] = "auto"
     mp_parameters: Mapping[str, Any] | None = None
+    chaos: Path | None = None
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -169,6 +171,8 @@ class LaunchRequest:
             chosen["SHARDWRIGHT_DEVICE"] = self.device
         if self.mp_parameters is not None:
             chosen["SM_HP_MP_PARAMETERS"] = encode_smp_parameters(self.mp_parameters)
+        if self.chaos is not None:
+            chosen["SHARDWRIGHT_CHAOS"] = str(self.chaos.absolute())
         if self.quiet:
             chosen["SHARDWRIGHT_QUIET"] = "1"
         if sys.stderr.isatty():  # ranks write to pipes, which end there
