@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from shardwright.torch._private import TorchFunctionMode
 from shardwright.torch.interception.glue import Handler, active_handler
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.pytorch.tensors import TensorContents, has_content
+from shardwright.torch.pytorch.tensors import Replacing, TensorContents, copy_of_object, has_content
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
 
@@ -27,34 +26,6 @@ def random_like(leaf: Any, device: torch.device) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
     tensor = torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
     return tensor.requires_grad_() if leaf.requires_grad else tensor
-
-
-class _Replacing(TorchFunctionMode):
-    """Decides what `deepcopy` puts in the place of a tensor."""
-
-    def __init__(self, replace: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self._replace = replace
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (Tensor.__deepcopy__, DividedTensor.__deepcopy__):
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        memo[id(tensor)] = new = self._replace(tensor)
-        return new
-
-
-def copy_of_object(item: Any, replace: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """A copy of something that a call may change (a cache of keys and values), with other tensors inside.
-
-    `deepcopy` alone refuses tensors that were computed. What cannot be copied (a lock, a file) is given back
-    itself.
-    """
-    try:
-        with _Replacing(replace):
-            return copy.deepcopy(item)
-    except Exception:
-        return item
 
 
 def copy_of_module(
@@ -79,7 +50,7 @@ def copy_of_module(
         stands_for(own, tensor)
         return own
 
-    with _Replacing(replaced):
+    with Replacing(replaced):
         twin = copy.deepcopy(module, memo)
     for sub in twin.modules():
         for registry in (sub._parameters, sub._buffers):

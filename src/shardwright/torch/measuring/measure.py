@@ -36,7 +36,7 @@ from shardwright.torch.pytorch.tensors import autocast_as
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import get_state, python_random_kept, set_state
 from shardwright.torch.script_collectives import over_replicas
-from shardwright.torch.tensor_parallel.search import Phase, TimedRun, WorkShares, is_small
+from shardwright.torch.tensor_parallel.search import Material, Phase, RankStep, WorkShares, is_small
 from shardwright.torch.tracing.trace_data import Sample
 from shardwright.torch.units.divided_costs import UnitPart
 
@@ -283,15 +283,19 @@ class TimesParts:
     @tracing()
     def _seconds(self, part: UnitPart, sample: Sample) -> tuple[list[float], list[float]]:
         """Of forward and backward, of the part and of the whole."""
-        run_of = partial(
-            TimedRun,
+        step_of = partial(
+            RankStep,
             part.unit,
             rank=part.rank,
             num_ranks=part.num_ranks,
             prices=part.prices,
             autocast=sample.autocast,
         )
-        runs = [run_of(part.cuts, experts=part.experts, between=part.between), run_of({})]
+        material = partial(Material, is_random=True)
+        runs = [
+            step_of(material(), part.cuts, experts=part.experts, between=part.between),
+            step_of(material(), {}),
+        ]
         clock = Clock(self.device, share_cores=self.share_cores)
         times: list[list[tuple[float, float]]] = [[], []]
         most_s, begun_s = min(_MOST_S, self.left_s / 2), time.perf_counter()
@@ -300,7 +304,16 @@ class TimesParts:
                 if done > 1 and time.perf_counter() - begun_s > most_s:
                     break
                 for run, found in zip(runs, times, strict=True):
-                    found.append(run.step(clock.now))
+                    found.append(_seconds_of_step(run, clock))
         # Few runs on a machine that may be busy: the fastest is the one that was disturbed least.
         of_part, of_whole = ([min(each) for each in zip(*found[1:], strict=True)] for found in times)
         return of_part, of_whole
+
+
+def _seconds_of_step(step: RankStep, clock: Clock) -> tuple[float, float]:
+    """Of forward and backward."""
+    moments: list[float] = []
+    step.run(lambda: moments.append(clock.now()))
+    step.module.zero_grad()
+    begun_s, turned_s, ended_s = moments
+    return turned_s - begun_s, ended_s - turned_s

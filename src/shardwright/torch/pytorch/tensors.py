@@ -1,4 +1,4 @@
-"""Tensors: order in memory, copies of contents, autocast, gradients that reach an argument.
+"""Tensors: order in memory, copies of contents and of objects with tensors, autocast, gradients of arguments.
 
 Values do not depend on the layout, but random draws do (a dropout mask is filled in memory order), and so
 does what code may do with the tensor (`Tensor.view`). So a tensor has the same layout on the receiving rank
@@ -7,7 +7,8 @@ as on the sending one: a message has its dims in memory order, from the widest s
     channels last    (n, c, h, w), strides (c h w, 1, c w, c)    order (0, 2, 3, 1), sent as (n, h, w, c)
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from shardwright.comm._private import uses_gpus
 from shardwright.errors import TraceError
+from shardwright.torch._private import TorchFunctionMode
 
 Order = tuple[int, ...]
 
@@ -221,3 +223,31 @@ def autocast_as(state: AutocastState) -> Iterator[None]:
             if enabled or torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         yield
+
+
+class Replacing(TorchFunctionMode):
+    """Decides what `deepcopy` puts in the place of a tensor."""
+
+    def __init__(self, replace: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self._replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__deepcopy__":  # of Tensor, or of a kind of it
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = new = self._replace(tensor)
+        return new
+
+
+def copy_of_object(item: Any, replace: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """A copy of something that a call may change (a cache of keys and values), with other tensors inside.
+
+    `deepcopy` alone refuses tensors that were computed. What cannot be copied (a lock, a file) is given back
+    itself.
+    """
+    try:
+        with Replacing(replace):
+            return copy.deepcopy(item)
+    except Exception:
+        return item

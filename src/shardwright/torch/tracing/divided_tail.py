@@ -145,7 +145,7 @@ class TailRun:
 
     tail: DividedTail
     trace: Trace
-    like: Callable[[Tensor], Tensor]
+    like: Callable[[Any], Any]
     inside: list[Tensor] = field(default_factory=list)
     _arguments: dict[int, tuple[Sample, list[Any]]] = field(default_factory=dict)
 
@@ -155,10 +155,7 @@ class TailRun:
             assert step.node is not None
             sample = self.trace.samples[self.trace.graph.nodes[step.node].cost_class]
             own = {position for position, value in step.reads if value in self.tail.values}
-            items = [
-                self.like(item) if isinstance(item, Tensor) and place not in own else item
-                for place, item in enumerate(sample.leaves)
-            ]
+            items = [item if place in own else self.like(item) for place, item in enumerate(sample.leaves)]
             self._arguments[number] = sample, items
 
     def __call__(self, result: Any) -> Sequence[Tensor]:

@@ -14,12 +14,12 @@ from shardwright.errors import TraceError
 from shardwright.torch._private import FAKE_FAILURES
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.counting.operation_work import TracedDraws
-from shardwright.torch.counting.stand_in_data import copy_of_module, copy_of_object, random_like
+from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
 from shardwright.torch.interception.step_code import is_own, point_out
 from shardwright.torch.python_state.shared_state import filled_copy
 from shardwright.torch.python_state.snapshot import Snapshot, snapshot_of
 from shardwright.torch.pytorch import functions
-from shardwright.torch.pytorch.tensors import base_nodes, gradient_nodes, unreached
+from shardwright.torch.pytorch.tensors import base_nodes, copy_of_object, gradient_nodes, unreached
 from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.randomness import get_state, set_state
 from shardwright.torch.script_collectives import refusal_behind

@@ -11,7 +11,6 @@ from shardwright.errors import DeferredReadError, TraceError
 from shardwright.model_graph import Unit
 from shardwright.torch._private import HigherOrderOperator
 from shardwright.torch.counting.cost_counter import CostCounter, class_key
-from shardwright.torch.counting.stand_in_data import copy_of_object
 from shardwright.torch.interception.backward_calls import refuse_gradient_of
 from shardwright.torch.interception.deferred import REMEDY, REMEDY_IN_HOOK
 from shardwright.torch.interception.glue import plain_torch, refuse_gradient_inside_step
@@ -22,6 +21,7 @@ from shardwright.torch.python_state.shared_state import fill
 from shardwright.torch.python_state.watched_numbers import plain_numbers
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.modules import called_from, forward_hook_is_running, user_line
+from shardwright.torch.pytorch.tensors import copy_of_object
 from shardwright.torch.pytorch.tree import Structure, flatten, leaves
 from shardwright.torch.script_collectives import COLLECTIVES
 from shardwright.torch.tracing.recording import Recording

@@ -32,9 +32,9 @@ from shardwright.torch._private import (
 from shardwright.torch.backward.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.counting.cost_counter import Watch
-from shardwright.torch.counting.stand_in_data import copy_of_object
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.python_state.snapshot import snapshot_of
+from shardwright.torch.pytorch.tensors import copy_of_object
 from shardwright.torch.pytorch.tree import Structure, leaves
 from shardwright.torch.tracing.traced_values import with_history
 

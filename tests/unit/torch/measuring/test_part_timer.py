@@ -104,15 +104,11 @@ def test_large_units_run_less_often(monkeypatch, most_s, runs):
     """Other ranks wait for the first, and take it for lost in the end."""
     steps = []
 
-    class Run:
-        def __init__(self, *args, **kwargs):
-            pass
+    def seconds(step, clock):
+        steps.append(step)
+        return 1.0, 2.0
 
-        def step(self, now):
-            steps.append(now)
-            return 1.0, 2.0
-
-    monkeypatch.setattr(measure, "TimedRun", Run)
+    monkeypatch.setattr(measure, "_seconds_of_step", seconds)
     monkeypatch.setattr(measure, "_MOST_S", most_s)
     assert timed(unit()) == WorkShares(1.0, 1.0)
     assert len(steps) == 2 * runs

@@ -133,3 +133,32 @@ def test_gradients_of_torch_func_within_a_unit():
     """Bug: PyTorch refuses them under the hooks that count what the unit keeps."""
     unit = Unit(Jacobian(), (torch.zeros(4, 8, requires_grad=True),))
     assert dry_run(unit, {"inner.0.weight": Cut.even(0, 16, num_ranks=2)}, rank=0, num_ranks=2).traffic.calls
+
+
+class Cache:
+    """Keeps the values of calls, as that of a decoder does in training, too."""
+
+    def __init__(self):
+        self.values = []
+
+
+class Caching(nn.Module):
+    """Computes with all that its cache holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+
+    def forward(self, x, cache):
+        cache.values.append(self.inner(x))
+        return torch.cat(cache.values)
+
+
+def test_each_run_has_a_cache_of_its_own():
+    """Bug: the second run took what the first had left, failed, and units with caches exchanged nothing."""
+    unit = Unit(Caching(), (torch.zeros(4, 8, requires_grad=True), Cache()))
+    cuts = {"inner.weight": Cut.even(0, 16, num_ranks=2)}
+    first, second = (dry_run(unit, cuts, rank=0, num_ranks=2) for _ in range(2))
+    assert first.kept_bytes == second.kept_bytes > 0
+    assert first.traffic.calls == second.traffic.calls != {}
+    assert unit.args[1].values == []

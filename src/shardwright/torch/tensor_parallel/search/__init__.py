@@ -27,7 +27,7 @@ from shardwright.torch.tensor_parallel.search.dry_run import (
     DividedOperations,
     DryRun,
     Phase,
-    TimedRun,
+    RankStep,
     dry_run,
     dry_run_of_operation,
 )
@@ -43,7 +43,7 @@ __all__ = [
     "FoundPlacements",
     "Material",
     "Phase",
-    "TimedRun",
+    "RankStep",
     "Unit",
     "WorkShares",
     "dry_run",

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from shardwright.torch.tensor_parallel.search.recording import (
     recorded,
     step_of,
 )
-from shardwright.torch.tensor_parallel.search.unit import Material, Unit, copy_of, tensors_in
+from shardwright.torch.tensor_parallel.search.unit import Following, Material, Unit, copy_of, tensors_in
 
 
 @dataclass(slots=True)
@@ -136,56 +138,38 @@ def dry_run(
     between: BetweenUnits | None = None,
 ) -> DryRun:
     """Runs a forward and a backward, and settles the gradients, as a rank would."""
-    prices = prices or Prices()
-    group = groups_without_ranks(rank, num_ranks, prices, between)
+    step_of_rank = partial(
+        RankStep,
+        placements=placements,
+        experts=experts,
+        rank=rank,
+        num_ranks=num_ranks,
+        prices=prices or Prices(),
+        between=between,
+    )
     try:
-        return _run(unit, Material(), placements, experts, Boundary(group, between))
+        return _run(step_of_rank(unit, Material()))
     except Exception:
         unit, recording = recorded(unit)
         if "" in unit.kept_whole:
             return DryRun()
-        group = groups_without_ranks(rank, num_ranks, prices, between)
-        return _run(unit, recording.material, placements, experts, Boundary(group, between))
+        return _run(step_of_rank(unit, recording.material))
 
 
-def _run(
-    unit: Unit,
-    material: Material,
-    placements: Mapping[str, Placement],
-    experts: Set[str],
-    between: Boundary,
-) -> DryRun:
-    found = DryRun()
-    count = DividedOperations()
-    group = between.group
+def _run(step: "RankStep") -> DryRun:
+    found, count, group = DryRun(), DividedOperations(), step.group
+    kept = _Kept([*step.module.parameters(), *step.module.buffers()])
 
-    def boundary(tensors: Sequence[Tensor]) -> None:
-        for each in tensors:
-            between.part(each)
+    def turn() -> None:
+        _end(found.forward, group, count)
+        kept.count()
 
-    def entering(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [entering_leaf(each.requires_grad_(), between) for each in tensors]
-
-    module = copy_of(unit, material, boundary)
-    args, kwargs = own_call(unit, material)
-    following = None if unit.following is None else unit.following(material)
-    with material.in_use():
-        args, kwargs = map_tree(lambda each: entering_leaf(each, between), (args, kwargs))
-        divide_all(module, placements, experts, group)
-        kept = _Kept([*module.parameters(), *module.buffers()])
-
-        def turn() -> None:
-            _end(found.forward, group, count)
-            kept.count()
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor)
-        with count, hooks, transforms_beside_hooks():
-            call = unit.call_of(module)
-            call = between.around(module, call) if between.cuts else call
-            step_of(following or tensors_in, call, args, kwargs, boundary, turn, entering, unit.shared)
-        _end(found.backward, group, count)
-        settle_gradients(module.parameters())
-        _end(found.settling, group, count)
+    moments = iter((lambda: None, turn, lambda: _end(found.backward, group, count)))
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor)
+    following = step.run(lambda: next(moments)(), [count, hooks, transforms_beside_hooks()])
+    with step.material.in_use():
+        settle_gradients(step.module.parameters())
+    _end(found.settling, group, count)
     found.kept_bytes, found.computed_whole = kept.num_bytes, group.computed_whole
     if group.inner is not None:
         found.computed_whole = found.computed_whole + group.inner.computed_whole
@@ -210,7 +194,7 @@ def dry_run_of_operation(
     items, structure = flatten((args, dict(kwargs)))
     try:
         with material.in_use():
-            items = [material.like(each) if isinstance(each, Tensor) else each for each in items]
+            items = [material.like(each) for each in items]
             for place, where in cuts.items():
                 items[place] = _cut_leaf(items[place], where.cut, boundary, where.inside)
             own_args, own_kwargs = structure.rebuild(items)
@@ -281,12 +265,13 @@ def _cut_leaf(tensor: Tensor, cut: Cut, between: Boundary, inside: Whole | Cut |
     return leaf.requires_grad_(tensor.requires_grad)
 
 
-class TimedRun:
-    """Runs steps of a copy of a unit on random numbers. What other ranks would send is made up, at once."""
+class RankStep:
+    """Steps of a copy of a unit, as a rank runs them. What other ranks would send is made up, at once."""
 
     def __init__(
         self,
         unit: Unit,
+        material: Material,
         placements: Mapping[str, Placement],
         *,
         rank: int,
@@ -296,44 +281,46 @@ class TimedRun:
         between: BetweenUnits | None = None,
         autocast: AutocastState = (),
     ):
-        group = groups_without_ranks(rank, num_ranks, prices, between)
-        self._unit, self._material = unit, Material(is_random=True)
-        self._boundary = Boundary(group, between)
-        self._autocast = autocast
-        self._module = copy_of(unit, self._material, self._place)
-        divide_all(self._module, placements, experts, group)
+        self.group = groups_without_ranks(rank, num_ranks, prices, between)
+        self.material = material
+        self._unit, self._autocast = unit, autocast
+        self._boundary = Boundary(self.group, between)
+        self.module = copy_of(unit, material, self._place)
+        with material.in_use():
+            divide_all(self.module, placements, experts, self.group)
 
-    def step(self, now: Callable[[], float]) -> tuple[float, float]:
-        """Seconds of a forward, and of a backward, by a clock."""
-        args, kwargs = own_call(self._unit, self._material)
-        following = None if self._unit.following is None else self._unit.following(self._material)
-        times: list[float] = []
+    def run(
+        self, note: Callable[[], None], watches: Sequence[AbstractContextManager[Any]] = ()
+    ) -> Following | None:
+        """Runs one, and notes its begin, its turn to the backward, its end; gives what follows the unit."""
+        args, kwargs = own_call(self._unit, self.material)
+        following = None if self._unit.following is None else self._unit.following(self.material)
 
         def entering(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [entering_leaf(each.requires_grad_(), self._boundary) for each in tensors]
 
-        with self._material.in_use():
+        with self.material.in_use(), ExitStack() as stack:
             args, kwargs = map_tree(lambda each: entering_leaf(each, self._boundary), (args, kwargs))
-            times.append(now())
+            for watch in watches:
+                stack.enter_context(watch)
+            note()
             step_of(
                 following or tensors_in,
                 self._call,
                 args,
                 kwargs,
                 self._place,
-                lambda: times.append(now()),
+                note,
                 entering,
                 self._unit.shared,
             )
-            times.append(now())
-        self._module.zero_grad()
-        begun, turned, ended = times
-        return turned - begun, ended - turned
+            note()
+        return following
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._unit.call_of(self._module)
+        call = self._unit.call_of(self.module)
         if self._boundary.cuts:
-            call = self._boundary.around(self._module, call)
+            call = self._boundary.around(self.module, call)
         with autocast_as(self._autocast):
             return call(*args, **kwargs)
 

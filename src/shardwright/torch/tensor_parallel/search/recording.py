@@ -186,10 +186,7 @@ def step_of(
 
 def own_call(unit: Unit, material: Material) -> tuple[Any, Any]:
     """The arguments of a unit's call as leaves of a material."""
-    found: tuple[Any, Any] = map_tree(
-        lambda each: material.like(each) if isinstance(each, Tensor) else each,
-        (unit.args, dict(unit.kwargs)),
-    )
+    found: tuple[Any, Any] = map_tree(material.like, (unit.args, dict(unit.kwargs)))
     return found
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.placement import Cut, Placement
 from shardwright.torch._private import FakeTensor, new_fake_mode, unset_fake_temporarily
+from shardwright.torch.pytorch.tensors import copy_of_object
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.deciding import GroupedProductsOfAllTypes
 from shardwright.torch.tensor_parallel.spec import is_dense
@@ -51,8 +52,11 @@ class Material:
             with self._fake, GroupedProductsOfAllTypes():  # type: ignore[no-untyped-call]
                 yield
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """A leaf, or a parameter, like a tensor."""
+    def like(self, item: Any) -> Any:
+        """A leaf, or a parameter, like a tensor; of an object that a call may fill (a cache), such a copy."""
+        if not isinstance(item, Tensor):
+            return copy_of_object(item, self.like)
+        tensor = item
         if self.is_random:
             with unset_fake_temporarily():
                 made = self._with_data(tensor)
@@ -103,7 +107,7 @@ def _plain_run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return module(*args, **kwargs)
 
 
-class _Following(Protocol):
+class Following(Protocol):
     """Operations behind a unit that take its results as ranks have them: `torch/tracing/divided_tail.py`.
 
     Attributes:
@@ -142,7 +146,7 @@ class Unit:
     module: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    following: Callable[[Material], _Following] | None = None
+    following: Callable[[Material], Following] | None = None
     shared: frozenset[int] = frozenset()
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
     run: Run = _plain_run
@@ -237,13 +241,11 @@ def results_of(module: nn.Module, args: Any, kwargs: Any, *, run: Run = _plain_r
         if not is_small(module):
             raise
     found = _results(module, args, kwargs, Material(is_random=True), run)
-    return map_tree(lambda each: without_data.like(each) if isinstance(each, Tensor) else each, found)
+    return map_tree(without_data.like, found)
 
 
 def _results(module: nn.Module, args: Any, kwargs: Any, material: Material, run: Run) -> Any:
-    own_args, own_kwargs = map_tree(
-        lambda each: material.like(each) if isinstance(each, Tensor) else each, (tuple(args), dict(kwargs))
-    )
+    own_args, own_kwargs = map_tree(material.like, (tuple(args), dict(kwargs)))
     with material.in_use(), torch.no_grad():
         return run(copy_of(Unit(module), material, lambda tensors: None), own_args, own_kwargs)
 
