@@ -9,7 +9,7 @@ stay nearly the same on a machine that others use, too. "All threads" counts wha
 messages are the work of others. A plain loop runs on one rank, so its mean is a rank's
 share of it. Ours and its rivals take turns, so ratios are taken round by round (see `host_cost_race`).
 
-Sections: pipelines, models, one, replicas, extras, calls, tensor, parts.
+Sections: pipelines, models, one, replicas, extras, calls, tensor, record, parts.
 """
 
 import argparse
@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from check import Check
+from host_cost_notes import BEAT_EACH_S, cost_of_notes
 from host_cost_profile import functions_table, modules_table
 from host_cost_race import Result, Sides
 from host_cost_ranks import Row
 from sections import Section, parser_for, run_sections
+from shardwright.schedule import build_schedule
 from shardwright.text import align
 
 _LAYOUTS = ("one", "1F1B", "Interleaved1F1B", "replicas", "shards")
@@ -150,6 +152,26 @@ class Benchmark:
         rows += [[kind, *(f"{us:.1f}" for us in row.values())] for kind, row in found.items()]
         return {"Operations on divided tensors, between products": rows}, [check]
 
+    def record(self, options: argparse.Namespace) -> Section:
+        """What each rank notes for `shardwright status` and for after a kill."""
+        row = Row(model="GPT-2", layout="1F1B")
+        (result,) = self._measure([row], options)
+        actions = len(
+            build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=row.microbatches).actions[0]
+        )
+        note_s, beat_s = cost_of_notes()
+        share = actions * note_s / result.wall_s("ours") + beat_s / BEAT_EACH_S
+        rows = [
+            ["us of the notes of an action", f"{note_s * 1e6:.2f}"],
+            ["us of a beat, of two a second", f"{beat_s * 1e6:.0f}"],
+            ["actions of a step", str(actions)],
+            ["share of a step", f"{share:.3%}"],
+        ]
+        check = Check(
+            section="N", what="notes and beats, % of a step of GPT-2", value=100 * share, target=0.1
+        )
+        return {"What each rank notes": rows}, [check]
+
     def _measure(self, rows: Iterable[Row], options: argparse.Namespace) -> list[Result]:
         found = []
         for row in dict.fromkeys(rows):
@@ -227,7 +249,7 @@ def main() -> int:
         if options.profile:
             return _profile(sides, options)
         benchmark = Benchmark(sides)
-        names = ("pipelines", "models", "one", "replicas", "extras", "calls", "tensor")
+        names = ("pipelines", "models", "one", "replicas", "extras", "calls", "tensor", "record")
         sections: dict[str, Callable[[argparse.Namespace], Section]] = {
             name: getattr(benchmark, name) for name in names
         }
@@ -246,7 +268,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         help="one section",
-        choices=["pipelines", "models", "one", "replicas", "extras", "calls", "tensor"],
+        choices=["pipelines", "models", "one", "replicas", "extras", "calls", "tensor", "record"],
     )
     parser.add_argument("--rounds", type=int, help="turns of each contestant (default 7, 15)")
     parser.add_argument(

@@ -15,8 +15,6 @@
 ==== ==================================================================
 """
 
-import struct
-
 from shardwright.errors import (
     CheckpointError,
     ConfigError,
@@ -64,10 +62,3 @@ def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
     if issubclass(kind, CheckpointError | ConfigError | PlanError | ScheduleError | TraceError | UsageError):
         return USAGE
     return FAILED
-
-
-PROGRESS_VARIABLE = "SHARDWRIGHT_PROGRESS"
-"""Names the file in which a rank notes how far it has come, for whoever started it."""
-
-PROGRESS = struct.Struct("=q?")
-"""The steps that it has made, and whether it has saved its state and only has to end."""

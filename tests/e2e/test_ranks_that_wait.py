@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardwright.flight_record import read_page
+
 BEGIN = """
 import ctypes, os, signal, time, torch, torch.distributed as dist, shardwright.torch as sw
 sw.init({"profile": "estimated", "report": False, "microbatches": 2, "timeout_s": 90})
@@ -77,3 +79,7 @@ def test_who_runs_no_python_is_named_and_who_is_stopped_ends_the_run(tmp_path: P
     assert "rank 1 hangs: a signal (SIGSTOP, or the terminal's) has stopped its process" in said
     assert f"train.py:{lines['time.sleep(2); os.kill(os.getpid(), signal.SIGSTOP)']} in load" in said
     assert "killed, because rank 0 found that it hangs" in said
+    record = read_page((tmp_path / "runs" / "train" / "ranks" / "rank1").read_bytes())
+    assert record.steps == 4
+    assert (record.actions[-1].kind, record.actions[-1].microbatch) == (-1, 4)
+    assert "load" in record.beat.stack

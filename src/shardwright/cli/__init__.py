@@ -50,6 +50,9 @@ COMMANDS = (
     Command(name="show", summary="Show what a run came to, beside what was predicted; or a plan."),
     Command(name="compare", summary="Compare two plans, or those of two runs: what is different."),
     Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),
+    Command(
+        name="status", summary="Show what each rank of a run does now, or did last before it was killed."
+    ),
     Command(name="runs", summary="List the runs of a folder."),
     Command(name="ckpt", summary="List, verify, export, import and clear checkpoints.", is_group=True),
     Command(name="catalogue", summary="List models and machines by name; show machines, write their file."),

@@ -10,6 +10,8 @@ name                                      what for                              
 ``_set_sequence_number_for_group``
 ``ProcessGroup``'s                        how many collectives a rank has begun in a group; gloo     2.13
 ``_get_sequence_number_for_group``        counts sends and receives, too
+``_C._distributed_c10d._dump_nccl_``      what PyTorch's flight recorder has: JSON, not its pickle     read in
+``trace_json``, ``_dump_fr_trace_json``   (of gloo: 2.13)                                              2.13
 ``distributed_c10d``'s                    the group of a name that another rank gives                2.13
 ``_resolve_process_group``
 ========================================  =========================================================  ========
@@ -47,6 +49,16 @@ def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> 
     backend = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=timeout_s))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
+
+
+def recorded_collectives() -> bytes:
+    """The last collectives by PyTorch's own flight recorder, as JSON; empty where it is off, or has none."""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        found: bytes = b"" if dump is None else dump(True, False)
+        if b'"entries"' in found:
+            return found
+    return b""
 
 
 def has_nccl() -> bool:

@@ -117,6 +117,28 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
         return ()
 
 
+_WAITS = {("shardwright.comm.local_peers", "_until"), ("shardwright.comm.transport", "_wait")}
+
+
+def waits_for_message(frame: FrameType | None) -> tuple[int, ...]:
+    """The rank whose message a thread waits for, or which is to take one; empty where it waits for none."""
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITS:
+            found = frame.f_locals
+            return (found["rank"] if "rank" in found else found["link"].peer,)
+        frame = frame.f_back
+    return ()
+
+
+def told_in_a_line(frame: FrameType | None, *, steps: int, in_step: bool, action: str) -> str:
+    """What a rank does: the step, the action, the line of the script."""
+    line = "" if frame is None else script_line(frame)
+    step = f"in step {steps + 1}" if in_step else f"after step {steps}"
+    return ", ".join(filter(None, (step, action, line and f"at {line}")))
+
+
 _FRAMES = 6
 """Innermost functions that must be at the same lines."""
 _MOST_LINES = 12

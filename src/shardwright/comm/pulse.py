@@ -9,16 +9,15 @@
     held by a debugger     nothing is said
     neither                C code holds the interpreter, or the host is too busy: it is named, and waited for
 
-The page of a rank is in memory that has no name: nothing is left of it, however the rank ends. Others open it
-by the process and the descriptor, which ranks tell each other when they join.
+The page of a rank is in memory that has no name, or in a file of its launcher, which reads it when the rank
+has ended. Others open it by the process and the descriptor, which ranks tell each other when they join. What
+is on it: see `flight_record`.
 """
 
 import faulthandler
 import mmap
 import os
 import signal
-import struct
-import sys
 import threading
 import time
 import weakref
@@ -29,17 +28,28 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwright.comm._private import recorded_collectives
+from shardwright.files import replace_file
+from shardwright.flight_record import (
+    FOLDER,
+    PAGE_BYTES,
+    PAGE_VARIABLE,
+    Beat,
+    Page,
+    open_kept,
+    read_beat,
+    space_of_processes,
+    state_of,
+)
+
 _EACH_S = 0.5
 _LIMIT_S = 3.5
 """Without a beat, after which a rank is named."""
 _REGULAR_S = 1.5
 """Between two looks of this rank: after longer ones it has itself been held up, and begins anew."""
 _DUMP_S = 0.3
+_HELD_UP_S = 1.0
 
-# Which rank, its process, whether it waits for others, the time of its last beat; then what it does.
-_HEAD = struct.Struct("=qq?dI")
-_PAGE = mmap.PAGESIZE
-_MOST = _PAGE - _HEAD.size
 _SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
 
 
@@ -59,23 +69,13 @@ class PageAddress(NamedTuple):
     stack: int
 
 
-class Beat(NamedTuple):
-    """What is on a page."""
-
-    rank: int
-    process: int
-    waits: bool
-    at_s: float
-    does: str
-    stack: str
-
-
 class Doing(NamedTuple):
-    """What a rank does: whether it waits for others, in a line, and its innermost functions."""
+    """What a rank does: whether it waits, in a line, its innermost functions, and the ranks it waits for."""
 
     waits: bool
     does: str
     stack: str
+    waits_for: tuple[int, ...] = ()
 
 
 class Pulse:
@@ -83,53 +83,79 @@ class Pulse:
 
     Attributes:
         address: where others find it.
+        page: what is written on it.
+        held_up_s: for how long, so far, the process could not run Python for more than a second.
     """
 
     def __init__(self, rank: int):
         self._rank = rank
-        self._page: mmap.mmap | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._kept = -1
+        self._kept_in: Path | None = None
+        self._file, memory = _memory_of_page()
+        self.page = Page(memory, rank)
+        self.held_up_s = 0.0
+        host = space_of_processes()
         self.address = PageAddress("", 0, 0, 0)
-        host = _host()
-        if not host:
-            return  # not Linux: ranks are watched by the store alone
-        with suppress(OSError, AttributeError):  # neither may a kernel have memory without a name
-            page = os.memfd_create("shardwright-pulse")
-            os.ftruncate(page, _PAGE)
-            self._page = mmap.mmap(page, _PAGE)
-            self.address = PageAddress(host, os.getpid(), page, _stack_file())
-            self.beat(waits=False)
+        if host and self._file >= 0:  # else ranks are watched by the store alone
+            self.address = PageAddress(host, os.getpid(), self._file, _stack_file())
+        self.page.beat(waits=False)
 
-    def begin(self, doing: Callable[[], Doing], look: Callable[[bool], None]) -> None:
+    def begin(self, doing: Callable[[], Doing], look: Callable[[bool], None] = lambda waits: None) -> None:
         """Beats from now on, and looks at the others; `look` gets whether this rank waits for some."""
 
         def run() -> None:
+            before_s = time.monotonic()
             while not self._ended.wait(_EACH_S):
-                waits, does, stack = doing()
-                self.beat(waits=waits, does=does, stack=stack)
+                late_s = time.monotonic() - before_s - _EACH_S
+                self.held_up_s += late_s if late_s > _HELD_UP_S else 0.0
+                waits, does, stack, waits_for = doing()
+                self.page.beat(waits=waits, does=does, stack=stack, waits_for=waits_for)
+                self._keep()
                 look(waits)
+                before_s = time.monotonic()
 
-        if self._page is not None:
-            self._thread = threading.Thread(target=run, name="shardwright-pulse", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=run, name="shardwright-pulse", daemon=True)
+        self._thread.start()
 
-    def beat(self, *, waits: bool, does: str = "", stack: str = "", at_s: float | None = None) -> None:
-        """Says that this rank lives, and what it does, in a line."""
-        if self._page is not None:
-            text = f"{does}\n{stack}".encode(errors="replace")[:_MOST]
-            head = (self._rank, os.getpid(), waits, time.monotonic() if at_s is None else at_s, len(text))
-            self._page[: _HEAD.size + len(text)] = _HEAD.pack(*head) + text
+    def keep_in(self, folder: Path) -> None:
+        """Copies the page into a run folder from now on; that of a life before is kept beside it."""
+        with suppress(OSError):  # no such folder, on this host
+            kept = open_kept(folder, self._rank)
+            if os.fstat(kept).st_size:
+                os.close(kept)
+                path = folder / FOLDER / f"rank{self._rank}"
+                path.replace(f"{path}.before")
+                kept = open_kept(folder, self._rank)
+            self._kept, self._kept_in = kept, folder
+        self._keep()
 
-    def rest(self) -> None:
+    def _keep(self) -> None:
+        if self._kept >= 0:
+            with suppress(OSError):  # the disk is full, or far away
+                os.pwrite(self._kept, self.page.content(), 0)
+
+    def keep_collectives(self) -> None:
+        """Leaves what PyTorch has recorded of collectives beside the page; this rank fails."""
+        if self._kept_in is not None and (found := recorded_collectives()):
+            with suppress(OSError):
+                replace_file(
+                    self._kept_in / FOLDER / f"rank{self._rank}.collectives.json", found, follows=False
+                )
+
+    def rest(self, why: str = "") -> None:
         """Says that no more beats come, as this rank has ended, and gives the page back."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _EACH_S)
-        if self._page is not None:
-            self.beat(waits=False, at_s=float("inf"))
-            self._page = None
-            os.close(self.address.page)
+        if self._file >= 0 or self._kept >= 0:
+            self.page.beat(waits=False, does=why, at_s=float("inf"))
+            self._keep()
+        for descriptor in (self._file, self._kept):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._kept = -1
 
     def others(self, addresses: Iterable[PageAddress]) -> dict[int, "OtherPage"]:
         """The pages of the other ranks of this host, by rank."""
@@ -149,25 +175,21 @@ class OtherPage:
         # Signals go to that process, and never to a later one of its number.
         self._process = _Process(address.process)
         with open(f"/proc/{address.process}/fd/{address.page}", "rb") as file:
-            self._page = mmap.mmap(file.fileno(), _PAGE, prot=mmap.PROT_READ)
+            self._page = mmap.mmap(file.fileno(), PAGE_BYTES, prot=mmap.PROT_READ)
         beat = self.read()
         if (beat.rank, beat.process) != (rank, address.process):
             raise ValueError("the page of another process")
 
     def read(self) -> Beat:
         """What is on it."""
-        rank, process, waits, at_s, size = _HEAD.unpack(self._page[: _HEAD.size])
-        text = self._page[_HEAD.size : _HEAD.size + min(size, _MOST)].decode(errors="replace")
-        does, _, stack = text.partition("\n")
-        return Beat(rank, process, waits, at_s, does, stack)
+        beat = read_beat(self._page)
+        if beat is None:
+            raise ValueError("no page of a rank")
+        return beat
 
     def state(self) -> str:
         """What the kernel says of the process: a letter as in ``ps``; empty where it has ended."""
-        try:
-            stat = Path(f"/proc/{self._address.process}/stat").read_text(errors="replace")
-        except OSError:
-            return ""
-        return stat.rpartition(")")[2].split()[0]
+        return state_of(self._address.process)
 
     def stack(self) -> str:
         """Its stack, which C code writes, although Python does not run; empty where that does not come."""
@@ -276,12 +298,25 @@ class Pulses:
         )
 
 
-def _host() -> str:
-    """The same for processes that see each other under /proc."""
-    if sys.platform != "linux":
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+_given_file = ""
+
+
+def _memory_of_page() -> tuple[int, mmap.mmap]:
+    """Memory for a page, and its descriptor: the launcher's file, or none; -1: nobody else can see it."""
+    global _given_file
+    # What the script starts is no rank.
+    _given_file = os.environ.pop(PAGE_VARIABLE, "") or _given_file
+    for given in (_given_file, ""):
+        with suppress(OSError, AttributeError):  # no room; or the kernel has no memory without a name
+            file = (
+                os.open(given, os.O_RDWR | os.O_CREAT, 0o600)
+                if given
+                else os.memfd_create("shardwright-pulse")
+            )
+            try:
+                os.posix_fallocate(file, 0, PAGE_BYTES)  # a page without room would end this process
+                return file, mmap.mmap(file, PAGE_BYTES)
+            except BaseException:
+                os.close(file)
+                raise
+    return -1, mmap.mmap(-1, PAGE_BYTES)

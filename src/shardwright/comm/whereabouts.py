@@ -32,7 +32,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardwright.comm.joining.run_secret import not_from_a_stranger
-from shardwright.comm.meeting_place import MeetingPlace, Note, Stillness, joint_call, script_line
+from shardwright.comm.meeting_place import (
+    MeetingPlace,
+    Note,
+    Stillness,
+    joint_call,
+    script_line,
+    told_in_a_line,
+    waits_for_message,
+)
 from shardwright.comm.message_names import listed
 from shardwright.comm.pulse import Doing, Pulse, Pulses
 from shardwright.errors import PeerTimeoutError
@@ -316,7 +324,7 @@ class Whereabouts:
         self._thread.join(_LAST_NOTE_S)
         self._thread = None
         if self._pulse is not None:
-            self._pulse.rest()
+            self._pulse.rest(self._ended)
 
     def script_ended(self, error: BaseException | None = None) -> None:
         """Says that the script has ended, with an error or without."""
@@ -326,6 +334,8 @@ class Whereabouts:
         if self._thread is not None and os.getpid() == self._process_id:
             self._confess(error)
         self._failed = True
+        if self._pulse is not None:
+            self._pulse.keep_collectives()
         first_line = str(error).partition("\n")[0][:500]
         self.close(f"has ended with {type(error).__name__}: {first_line}")
 
@@ -352,11 +362,14 @@ class Whereabouts:
 
     def _doing(self) -> Doing:
         """For the pulse."""
-        step = f"in step {self.steps + 1}" if self._place is not None else f"after step {self.steps}"
-        frame = self._stillness.frame
-        line = "" if frame is None else script_line(frame)
-        does = ", ".join(filter(None, (step, self.does(), line and f"at {line}")))
-        return Doing(self._stillness.waits, does, self._stillness.outline)
+        frame, place, waits = self._stillness.frame, self._place, self._stillness.waits
+        does = told_in_a_line(frame, steps=self.steps, in_step=place is not None, action=self.does())
+        waits_for = waits_for_message(frame) if waits else ()
+        if waits and not waits_for and frame is not None:
+            joint = joint_call(frame) if place is None else None
+            ranks = joint.ranks if joint is not None else () if place is None else place.ranks
+            waits_for = tuple(rank for rank in ranks if rank != self._rank)
+        return Doing(waits, does, self._stillness.outline, waits_for)
 
     def _look_at_others(self, waits: bool) -> None:
         """Ends the run for a rank of this host that will never go on."""
@@ -382,6 +395,8 @@ class Whereabouts:
     def _end(self, why: str) -> None:
         """Ends this process, which waits in C++ for what will never come, with the stack of its script."""
         self._confess(RuntimeError(why))
+        if self._pulse is not None:
+            self._pulse.keep_collectives()
         name = f"{PeerTimeoutError.__module__}.{PeerTimeoutError.__name__}"
         sys.stdout.flush()
         sys.stderr.write(f"Traceback (most recent call last):\n{self._stillness.stack}\n{name}: {why}\n")

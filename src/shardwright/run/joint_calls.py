@@ -1,9 +1,11 @@
 """Calls that several ranks make together, and the rank that failed first, or whose data ran out."""
 
+import atexit
 import errno
 import itertools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,13 +15,14 @@ from typing import Any, TypeVar
 from shardwright.comm.blame import Blame, Note
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.joining.store import limit_silence
+from shardwright.comm.meeting_place import Stillness, told_in_a_line
 from shardwright.comm.message_names import listed, lost_peer, names_a_lost_peer
-from shardwright.comm.pulse import Pulses
+from shardwright.comm.pulse import Doing, Pulse, Pulses
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Stalls, Whereabouts
 from shardwright.errors import CheckpointError, PeerLostError, PeerTimeoutError, UsageError
 from shardwright.run.context import Context, context, is_initialized
-from shardwright.runtime.action_loop import present_action
+from shardwright.runtime.action_loop import note_actions_on, present_action
 
 STEP = "the step function"
 """The beginning of every step's `MeetingPlace.where`."""
@@ -144,7 +147,10 @@ _RUNS = itertools.count()
 def prepare(made: Context) -> None:
     """Gives a run what its ranks find each other with; on all ranks, in the same order."""
     run = next(_RUNS)
+    pulse = made.watch.pulse = made.watch.pulse or Pulse(made.rank)
+    note_actions_on(pulse.page)
     if made.mesh.world_size == 1:
+        _beat_alone(made, pulse)
         return
     store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
     made.watch.whereabouts = whereabouts = Whereabouts(
@@ -169,6 +175,22 @@ def prepare(made: Context) -> None:
     )
     whereabouts.does = present_action
     whereabouts.watch()
+
+
+def _beat_alone(made: Context, pulse: Pulse) -> None:
+    """The single rank of a run says what it does, too: for whoever looks from outside."""
+    script = Stillness(threading.get_ident())
+
+    def doing() -> Doing:
+        steps, action, frame = made.reporter.num_steps if made.reporter else 0, present_action(), script.frame
+        told = told_in_a_line(frame, steps=steps, in_step=bool(action), action=action)
+        return Doing(False, told, script.outline)
+
+    pulse.begin(doing)
+    at_exit = partial(pulse.rest, "has come to the end of its script")
+    atexit.register(at_exit)
+    made.cleanup.callback(atexit.unregister, at_exit)
+    made.cleanup.callback(pulse.rest, "has called sw.shutdown()")
 
 
 def _pulses(made: Context) -> Pulses | None:

@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-import mmap
 import os
 import sys
 from collections import ChainMap
@@ -15,7 +14,6 @@ from pathlib import Path
 import torch
 
 from shardwright import __version__
-from shardwright.exit_codes import PROGRESS, PROGRESS_VARIABLE
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -39,6 +37,7 @@ from shardwright.run.launch_settings import settings_from
 from shardwright.run.machine import memory_of_rank
 from shardwright.run.memory import peak_memory
 from shardwright.run.step_recording import BatchRecord, StepRecording
+from shardwright.runtime.action_loop import note_end_of_step
 
 NO_FOLDER = "off"
 
@@ -90,7 +89,7 @@ class Reporter:
         self.num_steps = 0
         self.calls_steps = False
         self._ends_saved = False
-        self._noted = _progress_noted()
+        self._step_s, self._peak_bytes = 0.0, 0
         # Scripts that end without shutdown() leave a report, too.
         atexit.register(self.close)
 
@@ -173,6 +172,8 @@ class Reporter:
         self._recording.asked_after(number, bool(records_next[0]))
         if context.watch.whereabouts is not None:
             context.watch.whereabouts.steps = number
+        note_end_of_step(number)
+        self._step_s, self._peak_bytes = seconds, int(memory[context.rank])
         self._note_progress()
 
     def ends_after_save(self) -> None:
@@ -181,8 +182,14 @@ class Reporter:
         self._note_progress()
 
     def _note_progress(self) -> None:
-        if self._noted is not None:
-            PROGRESS.pack_into(self._noted, 0, self.num_steps, self._ends_saved)
+        pulse = self._context.watch.pulse
+        if pulse is not None:
+            pulse.page.progress(
+                self.num_steps,
+                has_saved=self._ends_saved,
+                step_s=self._step_s,
+                memory_bytes=self._peak_bytes,
+            )
 
     def close(self) -> None:
         """The run is over."""
@@ -225,6 +232,8 @@ class Reporter:
             folder=RunFolder(Path(folder)) if folder else None,
             prints=context.rank == 0,
         )
+        if context.watch.pulse is not None and (kept := launched_folder() or observer.folder) is not None:
+            context.watch.pulse.keep_in(kept.path)
         observer.config_resolved(context.config)
         observer.event(
             "surroundings",
@@ -307,24 +316,3 @@ class Reporter:
 def _device_name(context: Context) -> str:
     """Of a GPU; empty where ranks compute on the processor."""
     return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
-
-
-def _progress_noted() -> mmap.mmap | None:
-    """The memory in which the launcher finds how far this rank has come, however that ends."""
-    global _progress_file
-    # What the script starts is no rank.
-    _progress_file = os.environ.pop(PROGRESS_VARIABLE, "") or _progress_file
-    if not _progress_file:
-        return None
-    try:
-        opened = os.open(_progress_file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(opened, PROGRESS.size)
-            return mmap.mmap(opened, PROGRESS.size)
-        finally:
-            os.close(opened)
-    except OSError:
-        return None
-
-
-_progress_file = ""

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shardwright.flight_record import NEXT, Page, code_of, code_of_end, new_ring
 from shardwright.runtime.batch_schedules import RankProgram
 from shardwright.runtime.homes import Crossing
 from shardwright.schedule import Action, Kind, Schedule
@@ -144,8 +145,13 @@ def run_actions(
 ) -> MeasuredRow:
     row = MeasuredRow()
     weights_left = dict.fromkeys(stages, schedule.num_microbatches)
-    for action in schedule.actions[rank]:
+    actions = schedule.actions[rank]
+    noted, at = _NOTED.cells, _NOTED.at
+    for action, code in zip(actions, _codes_of(actions), strict=True):
         _PRESENT[0] = action
+        at = NEXT[at]
+        start_s = time.perf_counter()
+        noted[at], noted[at + 1], noted[at + 2] = code, start_s, 0.0
         context = _NOTHING if named is None else named(action)
         if not action.is_compute:
             with context:
@@ -154,15 +160,69 @@ def run_actions(
         if action.kind is Kind.BACKWARD or action.kind is Kind.BACKWARD_WEIGHT:
             weights_left[action.stage] -= 1
         waited_s = messages.waited_s + other_waits_s()
-        start_s = time.perf_counter()
         with context:
             _compute(stages[action.stage], action, is_last=weights_left[action.stage] == 0)
-        end_s = time.perf_counter()
-        row.events.append((action, start_s, end_s, messages.waited_s + other_waits_s() - waited_s))
+        noted[at + 2] = end_s = time.perf_counter()
+        noted[at + 3] = waited_s = messages.waited_s + other_waits_s() - waited_s
+        row.events.append((action, start_s, end_s, waited_s))
         if bytes_in_use is not None:
             row.memory.append(bytes_in_use())
-    _PRESENT[0] = None
+    _PRESENT[0], _NOTED.at = None, at
     return row
+
+
+class _Noted:
+    """Where actions are noted: on the page of this rank, once it has one.
+
+    Attributes:
+        at: of the last one.
+    """
+
+    __slots__ = ("at", "cells")
+
+    def __init__(self) -> None:
+        self.cells, self.at = new_ring(), 0
+
+
+_NOTED = _Noted()
+_KINDS = {kind: number for number, kind in enumerate(Kind)}
+_CODES: dict[int, tuple[Sequence[Action], tuple[float, ...]]] = {}
+_MOST_SCHEDULES = 64
+
+
+def note_actions_on(page: Page) -> None:
+    """From now on, actions are noted on a page."""
+    _NOTED.cells, _NOTED.at = page.cells, 0
+
+
+def note_end_of_step(step: int) -> None:
+    _PRESENT[0] = None
+    _note(code_of_end(step))
+
+
+def note_begin(kind: Kind, microbatch: int | None = None) -> None:
+    """A rank that has the whole model, and no list of actions, begins one; None: of the same microbatch."""
+    if microbatch is None:
+        microbatch = 0 if _PRESENT[0] is None else _PRESENT[0].microbatch
+    _PRESENT[0] = Action(kind, 0, microbatch)
+    _note(code_of(_KINDS[kind], 0, microbatch))
+
+
+def _note(code: float) -> None:
+    cells, at = _NOTED.cells, NEXT[_NOTED.at]
+    cells[at], cells[at + 1], cells[at + 2] = code, time.perf_counter(), 0.0
+    _NOTED.at = at
+
+
+def _codes_of(actions: Sequence[Action]) -> tuple[float, ...]:
+    """Worked out once for the row of a schedule: its actions take long to hash."""
+    known = _CODES.get(id(actions))
+    if known is None or known[0] is not actions:
+        if len(_CODES) >= _MOST_SCHEDULES:
+            _CODES.clear()
+        codes = tuple(code_of(_KINDS[each.kind], each.stage, each.microbatch) for each in actions)
+        known = _CODES[id(actions)] = (actions, codes)
+    return known[1]
 
 
 _PRESENT: list[Action | None] = [None]

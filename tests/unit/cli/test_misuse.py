@@ -69,7 +69,10 @@ def refused(monkeypatch, capsys):
         ("resume train.py", "To continue a run: shardwright run --resume train.py"),
         ("search llama3-8b 8xh100 -b 64", "is an accelerator, and machines have several. Name these: p5.48"),
         ("run -n", "-n needs a value behind it: -n VALUE"),
-        ("watch runs/train", "there is no command watch. A run prints its progress; its steps, as they"),
+        (
+            "watch runs/train",
+            "there is no command watch. What each rank does: shardwright status NAME --follow;",
+        ),
         ("schedule check a.csv", "schedule has no command check. To check one: shardwright.schedule"),
         ("compare a b -o page.html", "compare has no option -o. Two pages side by side: shardwright report"),
         ("runs --json=yes", "--json takes no value. Write it alone."),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shardwright.comm import pulse
-from shardwright.comm.pulse import Beat, OtherPage, PageAddress, Pulse, Pulses
+from shardwright.comm.pulse import Doing, OtherPage, PageAddress, Pulse, Pulses
+from shardwright.flight_record import PAGE_VARIABLE, Beat, read_page, read_progress
 
 
 @dataclass
@@ -54,12 +55,14 @@ def test_a_page_says_what_its_rank_has_written():
     mine = Pulse(3)
     if not mine.address.host:
         pytest.skip("no pages here")
-    mine.beat(waits=True, does="in step 2, at train.py:8", stack="  a.py:1 in f\n  b.py:2 in g", at_s=5.0)
+    mine.page.beat(
+        waits=True, does="in step 2, at train.py:8", stack="  a.py:1 in f\n  b.py:2 in g", at_s=5.0
+    )
     page = OtherPage(3, mine.address)
     expected = Beat(3, os.getpid(), True, 5.0, "in step 2, at train.py:8", "  a.py:1 in f\n  b.py:2 in g")
-    assert page.read() == expected
+    assert page.read()[:6] == expected[:6]
     assert page.state() in "RS"
-    mine.beat(waits=False, does="é" * 5000)
+    mine.page.beat(waits=False, does="é" * 5000)
     assert page.read().does.startswith("éé")
     mine.rest()
     mine.rest()
@@ -146,3 +149,56 @@ def test_a_rank_that_was_itself_held_up_does_not_judge_others_by_that(clock):
     for _ in range(5):
         clock[0] += 20.0
         assert pulses.look(waits=True) is None
+
+
+def test_a_page_is_kept_in_the_run_folder_beside_that_of_the_life_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "recorded_collectives", lambda: b'{"entries": []}')
+    for life in range(2):
+        mine = Pulse(1)
+        mine.keep_collectives()  # no folder yet
+        mine.keep_in(tmp_path / "nowhere")
+        mine.keep_in(tmp_path)
+        mine.page.progress(life, has_saved=False)
+        mine.keep_collectives()
+        mine.rest("has come to its end")
+    lives = {
+        path.name: read_page(path.read_bytes())
+        for path in (tmp_path / "ranks").glob("rank1*")
+        if path.suffix != ".json"
+    }
+    assert {name: (life.steps, life.beat.does) for name, life in lives.items()} == {
+        "rank1": (1, "has come to its end"),
+        "rank1.before": (0, "has come to its end"),
+    }
+    assert (tmp_path / "ranks" / "rank1.collectives.json").read_text() == '{"entries": []}'
+
+
+def test_the_file_of_the_launcher_is_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "_given_file", "")
+    monkeypatch.setenv(PAGE_VARIABLE, str(tmp_path / "progress0"))
+    mine = Pulse(0)
+    mine.page.progress(12, has_saved=True)
+    assert read_progress((tmp_path / "progress0").read_bytes()) == (12, True)
+    assert PAGE_VARIABLE not in os.environ
+    mine.rest()
+
+
+def test_a_process_that_stood_still_knows_it(monkeypatch):
+    """Its thread sleeps half a second at a time; a longer sleep was none of its own."""
+    now_s, waits = [0.0], iter([0.5, 2.6, 0.9])
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now_s[0])
+    mine = Pulse(0)
+
+    class Ended:
+        def wait(self, seconds):
+            now_s[0] += (passed := next(waits, 0.0))
+            return not passed
+
+        def set(self):
+            pass
+
+    mine._ended = Ended()
+    mine.begin(lambda: Doing(False, "", ""))
+    mine._thread.join()
+    assert mine.held_up_s == pytest.approx(2.1)
+    mine.rest()

@@ -71,6 +71,12 @@ def show_text(text: object = "", *, end: str = "\n", folds: bool = True) -> None
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def clear_screen() -> None:
+    """Has what is printed next begin at the top of an empty terminal; nothing where it goes elsewhere."""
+    if sys.stdout.isatty():
+        print("\x1b[H\x1b[J", end="")  # noqa: T201
+
+
 def say(text: object) -> None:
     """Prints a message beside the result to stderr; escaped and folded as well."""
     print(_shown_on(sys.stderr, text), file=sys.stderr, flush=True)  # noqa: T201

@@ -40,7 +40,7 @@ _INSTEAD = {
     "simulate": "What would change a plan's step: shardwright explain PLAN",
     "cluster": "To see machines, or write their file: shardwright catalogue MACHINES -o FILE",
     "resume": "To continue a run: shardwright run --resume train.py",
-    "watch": "A run prints its progress; its steps, as they come: tail -f runs/NAME/metrics.jsonl",
+    "watch": "What each rank does: shardwright status NAME --follow; steps: tail -f runs/NAME/metrics.jsonl",
     "export": "To write a model from checkpoints: shardwright ckpt export RUN -o FOLDER",
     **dict.fromkeys(("launch", "start", "train"), "To start ranks: shardwright run -n 2 train.py"),
 }

@@ -20,7 +20,6 @@ import math
 import os
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwright.exit_codes import PROGRESS, PROGRESS_VARIABLE
+from shardwright.flight_record import PAGE_VARIABLE, keep, read_beat, read_progress
 from shardwright.launch.processes import (
     SAVED_AND_REQUEUE,
     ExitLog,
@@ -70,7 +69,7 @@ class _Supervisor:
         self._life = exits.next_life(self._local_rank)
         self._num_attempts = int(environ["TORCHELASTIC_MAX_RESTARTS"]) + 1
         self._progress = exits.progress_file(self._local_rank)
-        self._environ[PROGRESS_VARIABLE] = str(self._progress)
+        self._environ[PAGE_VARIABLE] = str(self._progress)
         self._prefix = b"" if environ["WORLD_SIZE"] == "1" else f"[rank {self._rank}] ".encode()
         self._exits = exits
         self._log = logs / f"rank{self._rank}.log"
@@ -100,7 +99,7 @@ class _Supervisor:
                 self._wait(script, (out, err))
             ended_at_s = time.monotonic()
             self._end(script, (out, err))
-        steps, has_saved = _progress_in(self._progress)
+        steps, has_saved = self._progress_told()
         if (
             has_saved and self._signal_number is not None
         ):  # a second signal, or the grace, has cut the end short
@@ -220,21 +219,23 @@ class _Supervisor:
             return 0
         return worker_exit.exit_code if worker_exit.exit_code >= 0 else 128 - worker_exit.exit_code
 
+    def _progress_told(self) -> tuple[int | None, bool]:
+        """The steps that the script has noted, and whether it has saved; its page goes to the run folder."""
+        try:
+            page = self._progress.read_bytes()
+            self._progress.unlink()  # for a next life
+        except OSError:
+            return None, False
+        if read_beat(page) is None:
+            return None, False
+        keep(self._log.parent.parent, self._rank, page)
+        return read_progress(page)
+
     def _say_why_restarted(self) -> None:
         before = [other for other in self._exits.of_life(self._life - 1) if other.exit_code != 0]
         report = f"{failure_report(before)}\n" if before else ""
         text = f"{report}shardwright run: restarted, attempt {self._attempt + 1} of {self._num_attempts}\n"
         os.write(2, text.encode())
-
-
-def _progress_in(file: Path) -> tuple[int | None, bool]:
-    """The steps that a script has noted, and whether it has saved; takes the file away, for a next life."""
-    try:
-        noted = file.read_bytes()
-        file.unlink()
-        return PROGRESS.unpack(noted)
-    except (OSError, struct.error):
-        return None, False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

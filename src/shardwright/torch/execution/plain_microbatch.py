@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from shardwright.plan import Plan
 from shardwright.run.context import Context
+from shardwright.runtime.action_loop import note_begin
+from shardwright.schedule import Kind
 from shardwright.torch.backward.activation_checkpointing import mark_recomputed, marked_inside
 from shardwright.torch.backward.loss_reduction import Shadows
 from shardwright.torch.batch.batch import Batch
@@ -147,6 +149,7 @@ class PlainMicrobatch:
         self.loss = loss.detach()
         if self._look_at_loss is not None:
             self._look_at_loss(loss)
+        note_begin(Kind.BACKWARD)
         begin_s = self._moment()
         factor = self._factor(loss, given=gradient is not None)
         if self._opens is not None:

@@ -18,6 +18,7 @@ from shardwright.planner import offloaded_bytes
 from shardwright.quantities import format_bytes
 from shardwright.run.context import Context
 from shardwright.run.memory import memory_in_use
+from shardwright.runtime.action_loop import note_begin
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward.batch_data import WatchedData
 from shardwright.torch.backward.loss_reduction import LossForm, Shadows, WatchedEvaluation, forms_of_batch
@@ -205,6 +206,7 @@ class SingleEngine:
         if watched is not None:
             watched.is_behind_backward = lambda: handler.backward_s != (0.0, 0.0)
         args, kwargs = part.arguments
+        note_begin(Kind.FORWARD, index)
         begun_s = time.perf_counter()
         before = set_active_handler(handler)
         try:
