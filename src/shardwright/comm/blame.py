@@ -67,6 +67,7 @@ class Blame:
 
     Attributes:
         store_answers: False once it has not.
+        has_ended: whether the process of a rank is known to have ended: then it has said all that it will.
     """
 
     def __init__(self, store: Store, *, rank: int):
@@ -75,6 +76,7 @@ class Blame:
         self._has_note = True  # perhaps, of an earlier run
         self._is_final = False
         self.store_answers = True
+        self.has_ended: Callable[[int], bool] = lambda rank: False
 
     def begin(self) -> None:
         """Begins a step: takes back a note of an earlier one, which the script has got over."""
@@ -134,20 +136,23 @@ class Blame:
         others = [rank for rank in range(num_ranks) if rank != self._rank]
         deadline = time.monotonic() + patience_s
         while True:
+            ended = [rank for rank in others if self.has_ended(rank)]  # before their last words are read
             notes = {rank: self._note_of(rank) for rank in others}
             if not self.store_answers:
                 return []
             failed = [note for note in notes.values() if note is not None and not note.is_loss]
             silent = [Note(rank, None, _NO_WORD) for rank, note in notes.items() if note is None]
-            if failed or not silent or time.monotonic() >= deadline:
-                return failed or silent
+            gone = [note for note in silent if note.rank in ended]
+            if failed or gone or not silent or time.monotonic() >= deadline:
+                return failed or gone or silent
             time.sleep(_PAUSE_S)
 
     def _read(self, rank: int, patience_s: float) -> Note | None:
         deadline = time.monotonic() + patience_s
         while True:
+            has_ended = self.has_ended(rank)  # before its last words are read
             note = self._note_of(rank)
-            if note is not None or not self.store_answers or time.monotonic() >= deadline:
+            if note is not None or has_ended or not self.store_answers or time.monotonic() >= deadline:
                 return note
             time.sleep(_PAUSE_S)
 

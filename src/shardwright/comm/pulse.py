@@ -17,6 +17,7 @@ is on it: see `flight_record`.
 import faulthandler
 import mmap
 import os
+import select
 import signal
 import threading
 import time
@@ -191,6 +192,10 @@ class OtherPage:
         """What the kernel says of the process: a letter as in ``ps``; empty where it has ended."""
         return state_of(self._address.process)
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return bool(select.select([self._process], [], [], 0)[0])
+
     def stack(self) -> str:
         """Its stack, which C code writes, although Python does not run; empty where that does not come."""
         if self._address.stack < 0 or _SIGNAL is None:
@@ -215,6 +220,10 @@ class _Process:
     def __init__(self, number: int):
         self._descriptor = os.pidfd_open(number)
         self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def fileno(self) -> int:
+        """A descriptor that can be read when it has ended."""
+        return self._descriptor
 
     def signal(self, number: int) -> None:
         """Sends a signal."""

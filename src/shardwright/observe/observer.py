@@ -190,14 +190,14 @@ class Observer:
         """Announces something that may take longer than 2 s; see `Console.phase`."""
         return self.console.phase(text)
 
-    def close(self, *, ended: str = "done") -> None:
+    def close(self, *, ended: str = "done", reports: bool = True) -> None:
         """Writes the report, says what the run came to, and closes all files; may be called twice."""
         self._progress.flush()
         written = self._written if self._totals.steps and not self._closed else None
-        if self._report and written is not None:
+        if self._report and reports and written is not None:
             write_at_end(written, plan=self._plan, console=self.console, event=self.event)
         if self._totals.steps and not self._closed:
-            report = written.report_file if written is not None else None
+            report = written.report_file if written is not None and reports else None
             further = [f"report {show_path(report)}"] if report is not None and report.is_file() else []
             if going_on := self.going_on():
                 further.append(going_on)

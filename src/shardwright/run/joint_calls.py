@@ -197,6 +197,8 @@ def _pulses(made: Context) -> Pulses | None:
     """Over the other ranks of this host."""
     pulse = made.watch.pulse
     pages = {} if pulse is None else pulse.others(host.page for host in made.watch.hosts)
+    if made.watch.blame is not None:
+        made.watch.blame.has_ended = lambda rank: rank in pages and pages[rank].has_ended()
     return Pulses(made.rank, pages, _tell_of_a_stall) if pages else None
 
 

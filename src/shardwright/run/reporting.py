@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwright import __version__
+from shardwright.libraries import LIBRARIES_VARIABLE, note_libraries
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -164,6 +165,7 @@ class Reporter:
         )
         if self._model_is_unknown:
             self._model_is_unknown = False
+            _note_libraries()
             observer.event("model_known", model=self._facts.model())
         if step.run_as != self._run_as:
             self._run_as = step.run_as
@@ -198,7 +200,8 @@ class Reporter:
         if state == "finished" and not self.calls_steps and self._context.rank == 0:
             self._point_out_no_steps()
         if self._observer is not None:
-            self._observer.close(ended={"finished": "done", "saved": "stopped"}.get(state, state))
+            told = {"finished": "done", "saved": "stopped"}.get(state, state)
+            self._observer.close(ended=told, reports=state != "failed" or not _starts_again())
             self._write_end(state)
 
     @property
@@ -316,3 +319,18 @@ class Reporter:
 def _device_name(context: Context) -> str:
     """Of a GPU; empty where ranks compute on the processor."""
     return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
+
+
+def _starts_again() -> bool:
+    """Whether the launcher starts the ranks again after a failure; its report is that of the next life."""
+    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count.isdigit() and most.isdigit() and int(count) < int(most)
+
+
+def _note_libraries() -> None:
+    """For the next start, where the launcher asks this rank."""
+    if folder := os.environ.pop(LIBRARIES_VARIABLE, ""):
+        try:
+            note_libraries(Path(folder))
+        except (OSError, ValueError) as error:  # not Linux; or a name that is no text
+            log.info("ranks will import their libraries when they start again: %s", error)

@@ -17,6 +17,7 @@ from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import LaunchError
 from shardwright.launch.processes import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.ranks.request import LaunchRequest, as_it_is, job_variables, result_folders
+from shardwright.launch.ranks.standby import Standby
 from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report, why_not_again
 from shardwright.text import printable
 
@@ -70,6 +71,8 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
     ):
         exits = ExitLog(Path(folder) / "exits.jsonl")
         stack.callback(_publish, exits, os.environ.pop(EXITS_VARIABLE, None))
+        if _has_standby(request):
+            stack.enter_context(Standby(Path(folder)))
         try:
             elastic_launch(_launch_config(request, exits, report), sys.executable)(
                 *_worker_arguments(request, folder)
@@ -158,7 +161,13 @@ def _silence_torchelastic() -> None:
 def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
     supervisor = ["-P", "-m", "shardwright.launch.ranks.worker", "--exits", f"{folder}/exits.jsonl"]
     limits = ["--logs", str(request.logs.absolute()), "--grace-s", str(request.grace_s)]
-    return as_it_is([*supervisor, *limits, "--", sys.executable, "-u", *request.script])
+    standby = ["--standby", folder] if _has_standby(request) else []
+    return as_it_is([*supervisor, *limits, *standby, "--", sys.executable, "-u", *request.script])
+
+
+def _has_standby(request: LaunchRequest) -> bool:
+    """Whether ranks that start again are forked. With GPUs, that is not tried yet."""
+    return request.max_restarts > 0 and sys.platform == "linux" and not torch.cuda.is_available()
 
 
 def _why_not_again(exits: ExitLog) -> str:

@@ -38,9 +38,12 @@ from shardwright.launch.processes import (
     without_too_long,
 )
 from shardwright.launch.ranks.rank_environment import rank_variables
+from shardwright.launch.ranks.standby import ForkedScript, forked
 from shardwright.launch.ranks.verdict import failure_report
 from shardwright.launch.worker_output import Tee, last_words
+from shardwright.libraries import LIBRARIES_VARIABLE
 
+Script = subprocess.Popen[bytes] | ForkedScript
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _GRACE_AFTER_FAILURE_S = 5.0
 _GRACE_AFTER_SECOND_SIGNAL_S = 1.0
@@ -60,6 +63,7 @@ class _Supervisor:
         exits: ExitLog,
         logs: Path,
         grace_s: float,
+        standby: Path | None = None,
     ) -> None:
         self._command = command
         self._environ = {**environ, **without_too_long(rank_variables(environ))}
@@ -82,6 +86,7 @@ class _Supervisor:
         self._kill_at_s: float | None = None
         self._was_killed = False
         self._wakeup_fd, self._wakeup_write_fd = os.pipe()
+        self._standby = standby
 
     def run(self) -> int:
         """Runs the script to its end; returns the exit code that the agent should see."""
@@ -95,7 +100,7 @@ class _Supervisor:
             assert script.stderr is not None
             out = Tee(script.stdout.fileno(), console_fd=1, prefix=self._prefix, log=log, holds_back=False)
             err = Tee(script.stderr.fileno(), console_fd=2, prefix=self._prefix, log=log, holds_back=True)
-            while script.poll() is None:
+            while (code := script.poll()) is None:
                 self._wait(script, (out, err))
             ended_at_s = time.monotonic()
             self._end(script, (out, err))
@@ -103,18 +108,18 @@ class _Supervisor:
         if (
             has_saved and self._signal_number is not None
         ):  # a second signal, or the grace, has cut the end short
-            script.returncode = SAVED_AND_REQUEUE
+            code = SAVED_AND_REQUEUE
         worker_exit = WorkerExit(
             rank=self._rank,
             local_rank=self._local_rank,
             life=self._life,
-            exit_code=script.returncode,
+            exit_code=code,
             at_s=ended_at_s,
             seconds=ended_at_s - started_at_s,
             signal_number=self._signal_number,
             was_killed=self._was_killed,
             patience_s=self._patience_s,
-            error=last_words(err.tail) if script.returncode else "",
+            error=last_words(err.tail) if code else "",
             steps=steps,
             log=str(self._log),
         )
@@ -140,7 +145,12 @@ class _Supervisor:
             log.write(f"--- attempt {self._attempt + 1}, {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
         return log
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Script:
+        if self._standby is not None:
+            if self._life > 0 and (script := forked(self._standby, self._command[2:], self._environ)):
+                return script
+            if self._local_rank == 0:
+                self._environ[LIBRARIES_VARIABLE] = str(self._standby)
         own_pid = os.getpid()
         return subprocess.Popen(
             self._command,
@@ -151,11 +161,12 @@ class _Supervisor:
             preexec_fn=lambda: die_with_parent(own_pid),
         )
 
-    def _wait(self, script: subprocess.Popen[bytes], tees: tuple[Tee, Tee]) -> None:
+    def _wait(self, script: Script, tees: tuple[Tee, Tee]) -> None:
         by_fd = {tee.pipe_fd: tee for tee in tees if tee.is_open}
         due = [at_s for at_s in (self._kill_at_s, *(tee.release_at_s for tee in tees)) if at_s is not None]
         wait_s = max(0.0, min([_POLL_S, *(at_s - time.monotonic() for at_s in due)]))
-        ready, _, _ = select.select([self._wakeup_fd, *by_fd], [], [], wait_s)
+        ends = [script.fileno()] if isinstance(script, ForkedScript) else []  # of a child, a signal tells
+        ready, _, _ = select.select([self._wakeup_fd, *by_fd, *ends], [], [], wait_s)
         for descriptor in by_fd.keys() & set(ready):
             by_fd[descriptor].copy()
         for tee in tees:
@@ -171,7 +182,7 @@ class _Supervisor:
             self._was_killed = True
             kill_group(script.pid)
 
-    def _forward(self, script: subprocess.Popen[bytes], number: int) -> None:
+    def _forward(self, script: Script, number: int) -> None:
         if number not in _FORWARDED or self._is_repeated(number):
             return
         # To the script alone: workers of its data loaders would die of it, while it saves. What is left of
@@ -196,7 +207,7 @@ class _Supervisor:
         another_failed = any(other.exit_code != 0 for other in self._exits.of_life(self._life))
         return _GRACE_AFTER_FAILURE_S if another_failed else self._grace_s
 
-    def _end(self, script: subprocess.Popen[bytes], tees: tuple[Tee, Tee]) -> None:
+    def _end(self, script: Script, tees: tuple[Tee, Tee]) -> None:
         if script.returncode != 0:
             kill_group(script.pid)  # what the script started and did not end
         limit_s = time.monotonic() + _DRAIN_S
@@ -244,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--exits", required=True)
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--grace-s", type=float, required=True)
+    parser.add_argument("--standby", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     supervisor = _Supervisor(
@@ -252,6 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exits=ExitLog(options.exits),
         logs=options.logs,
         grace_s=options.grace_s,
+        standby=options.standby,
     )
     return supervisor.run()
 

@@ -1,0 +1,189 @@
+"""The process of which ranks are forked when they start again: a script finds what a new interpreter has."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardwright.launch.ranks.standby import Standby, forked
+from shardwright.libraries import LIBRARIES, note_libraries, read_libraries
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher asks for it on Linux alone")
+
+TELLS = """
+    import json, os, signal, sys, threading
+    own = {name: repr(value) for name, value in vars(sys.modules["__main__"]).items() if name[0] == "_"}
+    del own["__builtins__"], own["__loader__"]
+    signals = {n: str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+    threads = threading.current_thread() is threading.main_thread(), threading.active_count()
+    print(json.dumps([own, sys.argv, sys.path, signals, threads, os.getcwd(), dict(os.environ)]))
+    print("numpy" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir(0o700)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run"
+
+
+def written(code, name="train.py"):
+    Path(name).write_text(textwrap.dedent(code))
+    return name
+
+
+def wait_for(condition):
+    limit_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.02)
+
+
+@contextmanager
+def ready(folder, libraries=("numpy",)):
+    """A standby that waits for scripts."""
+    (folder / LIBRARIES).write_text(json.dumps([list(libraries), sys.path, {"SET_BY_SCRIPT": "1"}]))
+    with Standby(folder):
+        wait_for(lambda: (folder / "standby").exists())
+        yield
+
+
+def run(folder, *words, environ=None):
+    script = forked(folder, words, os.environ if environ is None else environ)
+    assert script is not None
+    with closing(script):
+        out, err = script.stdout.read().decode(), script.stderr.read().decode()
+        wait_for(lambda: script.poll() is not None)
+        return script.poll(), out, err
+
+
+def test_a_script_finds_its_process_as_a_new_one_with_libraries(folder):
+    words = (written(TELLS), "--lr", "0.1")
+    environ = {**os.environ, "RANK": "1"}
+    plain = subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, check=True)
+    with ready(folder):
+        code, out, err = run(folder, *words, environ=environ)
+        module = subprocess.run(
+            [sys.executable, "-m", "train", "x"], env=environ, capture_output=True, text=True, check=True
+        )
+        _, of_module, _ = run(folder, "-m", "train", "x", environ=environ)
+    assert (code, json.loads(out)) == (0, json.loads(plain.stdout))
+    assert (plain.stderr, err) == ("False\n", "True\n")
+    assert json.loads(of_module)[1:] == json.loads(module.stdout)[1:]
+
+
+def test_it_ends_as_a_script_of_its_own_interpreter_would(folder):
+    ends = {
+        "sys.exit(3)": 3,
+        "sys.exit('no data')": 1,
+        "raise ValueError('boom')": 1,
+        "raise KeyboardInterrupt": -signal.SIGINT,
+        "os._exit(5)": 5,
+        "os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
+        "import atexit; atexit.register(print, 'end')": 0,
+    }
+    with ready(folder):
+        for end, code in ends.items():
+            script = written(f"import os, signal, sys\ndef f():\n    {end}\nf()\n")
+            plain = subprocess.run([sys.executable, script], capture_output=True, text=True)
+            found, out, err = run(folder, script)
+            assert (found, out) == (code, plain.stdout)
+            assert found == plain.returncode
+            assert err.replace('  File "<string>", line 1, in <module>\n', "") == plain.stderr
+
+
+def test_workers_that_the_script_spawns_find_its_functions(folder):
+    script = written("""
+        import multiprocessing
+
+        def double(x):
+            return 2 * x
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [1, 2]))
+    """)
+    with ready(folder):
+        code, out, err = run(folder, script)
+    assert (code, out) == (0, "[2, 4]\n"), err
+
+
+def test_ranks_draw_random_numbers_of_their_own(folder):
+    script = written("import random, numpy\nprint(random.random(), numpy.random.random())\n")
+    with ready(folder):
+        first, second = (run(folder, script)[1].split() for _ in range(2))
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("who", ["supervisor", "standby"])
+def test_a_script_ends_with_its_supervisor_and_with_the_standby(folder, who):
+    script = written("import os, time\nprint(os.getppid(), flush=True)\ntime.sleep(60)\n")
+    with ready(folder), closing(forked(folder, (script,), os.environ)) as running:
+        parent = int(running.stdout.readline())
+        if who == "standby":
+            os.kill(parent, signal.SIGKILL)
+        else:
+            running._connection.close()
+        assert running.stdout.read() == b""  # the kernel has closed its end
+        if who == "standby":
+            assert running.poll() == -signal.SIGKILL
+            assert forked(folder, (script,), os.environ) is None
+
+
+def test_it_ends_with_the_launcher_when_the_last_script_has(folder):
+    (folder / LIBRARIES).write_text(json.dumps([[], sys.path, {}]))
+    launcher = "from pathlib import Path; from shardwright.launch.ranks.standby import Standby\n"
+    launcher += f"with Standby(Path({str(folder)!r})):\n    input()\n"
+    script = written("import os\nprint(os.getppid(), flush=True)\nos.read(0, 1)\nprint('saved')\n")
+    with subprocess.Popen([sys.executable, "-c", launcher], stdin=subprocess.PIPE) as process:
+        wait_for(lambda: (folder / "standby").exists())
+        with closing(forked(folder, (script,), os.environ)) as running:
+            standby = int(running.stdout.readline())
+            process.kill()
+            process.wait()
+            time.sleep(1.5)
+            assert running.poll() is None
+            process.stdin.close()
+            assert running.stdout.read() == b"saved\n"
+            wait_for(lambda: running.poll() is not None)
+            assert running.poll() == 0
+        wait_for(lambda: not Path(f"/proc/{standby}").exists())
+
+
+def test_there_is_none_where_a_library_has_threads(folder):
+    written(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
+        "t.py",
+    )
+    (folder / LIBRARIES).write_text(json.dumps([["t"], [*sys.path, os.getcwd()], {}]))
+    with Standby(folder) as standby:
+        while standby.process is None or standby.process.poll() is None:
+            time.sleep(0.02)
+        assert standby.process.returncode == 1
+        assert forked(folder, (written("pass"),), os.environ) is None
+
+
+def test_libraries_are_noted_without_modules_of_the_script(folder, monkeypatch):
+    written("x = 1", "own_module.py")
+    monkeypatch.syspath_prepend(os.getcwd())
+    import own_module  # noqa: F401
+
+    monkeypatch.setenv("SET_BY_SCRIPT", "1")
+    note_libraries(folder)
+    names, search_path, variables = read_libraries(folder / LIBRARIES)
+    assert "own_module" not in names
+    assert "__main__" not in names
+    assert names.index("shardwright") < names.index("shardwright.libraries")
+    assert {"json.decoder", "pytest"} <= set(names)
+    assert search_path == sys.path
+    assert variables["SET_BY_SCRIPT"] == "1"
+    assert "PATH" not in variables
