@@ -80,3 +80,14 @@ def test_a_rank_that_takes_no_further_step_keeps_its_first_note():
     ranks[1].confess(RuntimeError("an earlier step failed"))
     assert ranks[0].has_stopped(1)
     assert ranks[0].first_cause(1).text == "ValueError: boom"
+
+
+def test_a_process_that_has_ended_is_not_waited_for():
+    """Each death cost its survivors a second, in which it might have said something."""
+    ranks = blames(4)
+    ranks[0].has_ended = {2, 3}.__contains__
+    ranks[3].confess(ValueError("boom"))
+    assert ranks[0].first_cause(2, patience_s=1e9).is_silent
+    assert ranks[0].first_cause(3, patience_s=1e9).text == "ValueError: boom"
+    ranks[3].begin()
+    assert [note.rank for note in ranks[0].suspects(4, patience_s=1e9)] == [2, 3]
