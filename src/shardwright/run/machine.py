@@ -3,14 +3,15 @@
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ _PRODUCT_SIZE = (512, 4096)
 _PRODUCTS = 15
 _UNLIKE = 1.2
 
+T = TypeVar("T")
 _Number = TypeVar("_Number", int, float)
 
 
@@ -201,8 +203,6 @@ log = logging.getLogger(__name__)
 # Another one for another meaning of what is in the file.
 _FORMAT = 3
 
-_MOST_S = 1e6
-
 
 def cache_folder() -> Path:
     """The folder of measured costs: ``$SHARDWRIGHT_CACHE``, else ``$XDG_CACHE_HOME/shardwright``."""
@@ -225,45 +225,51 @@ def machine_key(context: Context, *, framework: str = "") -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-class CostCache:
-    """The file with timings of cost classes on machines like this; none with ``SHARDWRIGHT_CACHE=off``."""
+class CacheFile(Generic[T]):
+    """What runs have found out, by name, for later ones; no file with ``SHARDWRIGHT_CACHE=off``."""
 
-    def __init__(self, context: Context, *, framework: str = ""):
-        self._off = os.environ.get("SHARDWRIGHT_CACHE") == "off"
-        self._file = cache_folder() / "profile" / f"{machine_key(context, framework=framework)}.json"
+    def __init__(self, name: str, kind: Callable[..., T], *, what: str):
+        self._file = None if os.environ.get("SHARDWRIGHT_CACHE") == "off" else cache_folder() / f"{name}.json"
+        self._kind, self._what = kind, what
 
-    def read(self) -> dict[str, Timing]:
-        """Timings by cost class; none where there is no file, or one that cannot be read."""
-        if self._off:
-            return {}
-        if not self._file.exists():
+    def read(self) -> dict[str, T]:
+        """All entries; none where there is no file, or one that cannot be read."""
+        if self._file is None or not self._file.exists():
             return {}
         try:
-            found = UserFile(self._file, what="measured costs", error=UsageError).read_json()
-            return {key: _timing(timing) for key, timing in found.items()}
+            found = UserFile(self._file, what=self._what, error=UsageError).read_json()
+            return {key: self._entry(numbers) for key, numbers in found.items()}
         except (UsageError, TypeError, AttributeError, ValueError) as error:
-            log.warning("%s: measured anew", error if isinstance(error, UsageError) else self._file)
+            log.warning("%s: found out anew", error if isinstance(error, UsageError) else self._file)
             return {}
 
-    def add(self, fresh: Mapping[str, Timing], *, to: Mapping[str, Timing]) -> None:
-        """Keeps `fresh` timings beside those that it is added `to`, and no others."""
-        if self._off:
-            return
-        content = {key: asdict(timing) for key, timing in {**to, **fresh}.items()}
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._file, json.dumps(content, indent=1))
-        except OSError as error:
-            log.warning("measured costs cannot be kept in %s: %s", self._file, error)
+    def _entry(self, numbers: Any) -> T:
+        entry: Any = self._kind(**numbers)
+        for field in fields(entry):
+            value = getattr(entry, field.name)
+            is_sound = isinstance(value, bool) if field.type is bool else type(value) in (int, float)
+            if value is not None and not (is_sound and 0 <= value < math.inf):
+                raise ValueError(f"{field.name} is {value}")
+        found: T = entry
+        return found
+
+    def write(self, entries: Mapping[str, T]) -> None:
+        """Keeps these entries, and no others."""
+        if self._file is not None:
+            content: dict[str, Any] = {key: asdict(each) for key, each in entries.items()}  # type: ignore[call-overload]
+            keep(self._file, json.dumps(content, indent=1), what=self._what)
 
 
-def _timing(found: Any) -> Timing:
-    """A timing of the file."""
-    timing = Timing(**found)
-    if not isinstance(timing.inferred, bool):
-        raise TypeError("inferred is no truth value")
-    numbers = {name: value for name, value in asdict(timing).items() if name != "inferred"}
-    seconds = [value for value in numbers.values() if value is not None]
-    if any(isinstance(value, bool) or not 0 <= value <= _MOST_S for value in seconds):
-        raise ValueError("seconds that are none")
-    return timing
+def keep(file: Path, text: str, *, what: str) -> None:
+    """Writes a file of the cache, if that can be written to."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, text)
+    except OSError as error:
+        log.warning("%s cannot be kept for later runs in %s: %s", what, file, error)
+
+
+def cost_cache(context: Context, *, framework: str = "") -> CacheFile[Timing]:
+    """Timings of cost classes on machines like this."""
+    key = machine_key(context, framework=framework)
+    return CacheFile(f"profile/{key}", Timing, what="measured costs")

@@ -18,7 +18,7 @@ from shardwright.observe.console import Phase
 from shardwright.profile import Profile, UnitCost
 from shardwright.quantities import cores_of_host, format_seconds
 from shardwright.run.context import Context
-from shardwright.run.machine import CostCache
+from shardwright.run.machine import cost_cache
 from shardwright.run.memory import OwnCores, give_back_freed_memory
 from shardwright.run.timing import Share, Timing, Turns, unit_cost
 
@@ -67,7 +67,7 @@ class Profiler:
     ):
         self._context = context
         self._cores = OwnCores(context)
-        self._cache = CostCache(context, framework=framework)
+        self._cache = cost_cache(context, framework=framework)
         self._units_alone = units_alone
         self._time_class = time_class
 
@@ -97,7 +97,8 @@ class Profiler:
                     costs[node.cost_class] = unit_cost(node, size.trace.graph, timings[node.cost_class])
         inferred = _inferred(skipped, sizes, costs, turns.shares)
         if (fresh or inferred) and self._context.rank == 0:
-            self._cache.add({**{key: _as_timing(cost) for key, cost in inferred.items()}, **fresh}, to=known)
+            as_known = {key: _as_timing(cost) for key, cost in inferred.items()}
+            self._cache.write({**known, **as_known, **fresh})
         return {**costs, **inferred}
 
     def _known(

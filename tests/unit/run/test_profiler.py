@@ -62,7 +62,7 @@ def test_costs_hold_where_the_dearest_is_still_the_same(found, holds, monkeypatc
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
     profiler = Scripted(*found)
     kept = {"cheap": timing(0.1, 0.2), "dearest": timing(1 / 3, 2 / 3), "of another model": timing(9.0, 9.0)}
-    profiler._cache.add(kept, to={})
+    profiler._cache.write(kept)
     told, outdated = profiler._known({"dearest": None, "cheap": None})
     assert told == (kept if holds else {})
     assert outdated.keys() == (set() if holds else {"dearest", "cheap"})

@@ -10,17 +10,13 @@ What a toy computes is next to nothing, so that the rest is the library. It runs
 contexts of its own, by a plan that is given.
 """
 
-import json
 import logging
-import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -30,13 +26,11 @@ from torch import Tensor, nn
 from shardwright import __version__
 from shardwright.cluster import Cluster, HostCosts
 from shardwright.config import Config
-from shardwright.errors import UsageError
-from shardwright.files import UserFile, replace_file
 from shardwright.mesh import Mesh
 from shardwright.model_graph import model_fingerprint
 from shardwright.plan import MeshPlan, ModelIdentity, Plan, SchedulePlan, StagePlan
 from shardwright.run.context import Context, Links, ProcessGroups, RankWatch, Reports, context, set_context
-from shardwright.run.machine import cache_folder, machine_key
+from shardwright.run.machine import CacheFile, machine_key
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.randomness import get_state, python_random_kept, set_state
@@ -102,38 +96,17 @@ def _costs(run: Context) -> HostCosts:
     """Those of a run: as an earlier one has measured them, at today's speed, or as they are now."""
     mesh, world = run.mesh, context()
     replay = "" if run.config.replay == "auto" else f"-{run.config.replay}"
-    name = f"{machine_key(run)}-{mesh.pipeline}x{mesh.data}x{mesh.shard}{replay}.json"
-    file = None if os.environ.get("SHARDWRIGHT_CACHE") == "off" else cache_folder() / "host" / name
-    known = world.from_first_rank(lambda: None if file is None else _read(file))
+    name = f"host/{machine_key(run)}-{mesh.pipeline}x{mesh.data}x{mesh.shard}{replay}"
+    cache = CacheFile(name, HostCosts, what="costs of the library")
     loop_s = statistics.fmean(world.from_all_ranks(_loop_s(run.device)))
-    if known is not None:
-        then_s = known.pop("loop_s")
-        return HostCosts(**{name: each * loop_s / then_s for name, each in known.items()})
-    found = world.from_all_ranks(asdict(_measured(run)))
-    costs = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
-    if file is not None and world.rank == 0:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, json.dumps({"version": __version__, "loop_s": loop_s, **costs}, indent=1))
-        except OSError as error:
-            log.warning("what the library takes cannot be kept in %s: %s", file, error)
-    return HostCosts(**costs)
-
-
-def _read(file: Path) -> dict[str, float] | None:
-    """The costs in a file of this version; None where there is none that can be used."""
-    if not file.exists():
-        return None
-    try:
-        found = dict(UserFile(file, what="costs of the library", error=UsageError).read_json())
-        is_of_this = found.pop("version", None) == __version__
-        costs = {"loop_s": found.pop("loop_s"), **asdict(HostCosts(**found))}
-        usable = all(isinstance(each, float) and 0 <= each < math.inf for each in costs.values())
-        usable = usable and costs["loop_s"] > 0
-    except (UsageError, KeyError, TypeError, ValueError) as error:
-        log.warning("%s: measured anew", error if isinstance(error, UsageError) else file)
-        return None
-    return costs if is_of_this and usable else None
+    known = world.from_first_rank(lambda: {key: asdict(each) for key, each in cache.read().items()})
+    in_loops = known.get(__version__)
+    if in_loops is None:
+        found = world.from_all_ranks(asdict(_measured(run)))
+        in_loops = {name: statistics.fmean(each[name] for each in found) / loop_s for name in found[0]}
+        if world.rank == 0:
+            cache.write({__version__: HostCosts(**in_loops)})
+    return HostCosts(**{name: each * loop_s for name, each in in_loops.items()})
 
 
 def _loop_s(device: torch.device) -> float:

@@ -15,8 +15,6 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -25,11 +23,10 @@ from torch import nn
 from shardwright import __version__
 from shardwright.cluster.named import host_memory_bytes
 from shardwright.config.config import ANEW
-from shardwright.errors import ShardwrightError, UsageError
-from shardwright.files import UserFile, replace_file
+from shardwright.errors import ShardwrightError
 from shardwright.plan import Plan
 from shardwright.run.context import Context
-from shardwright.run.machine import cache_folder, machine_key
+from shardwright.run.machine import CacheFile, cache_folder, keep, machine_key
 from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.python_state.attribute_watch import plain_attributes
 from shardwright.torch.tracing.working_memory import WorkingMemory
@@ -37,50 +34,14 @@ from shardwright.torch.tracing.working_memory import WorkingMemory
 log = logging.getLogger(__name__)
 
 # Another one for another way to count.
-_FORMAT = 1
+_FORMAT = 2
 
 
-class MemoryCache:
-    """The file with the temporary memory of cost classes; none with ``SHARDWRIGHT_CACHE=off``."""
-
-    def __init__(self, context: Context):
-        self._off = os.environ.get("SHARDWRIGHT_CACHE") == "off"
-        described = [_FORMAT, __version__, torch.__version__, context.device.type]
-        key = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
-        self._file = cache_folder() / "memory" / f"{key}.json"
-
-    def read(self) -> dict[str, WorkingMemory]:
-        """Temporary memory by cost class; none where there is no file, or one that cannot be read.
-
-        Without gradients there is none, either: what was counted has a backward.
-        """
-        if self._off or not torch.is_grad_enabled() or not self._file.exists():
-            return {}
-        try:
-            found = UserFile(self._file, what="counted memory", error=UsageError).read_json()
-            return {key: _memory(numbers) for key, numbers in found.items()}
-        except (UsageError, TypeError, AttributeError, ValueError) as error:
-            log.warning("%s: counted anew", error if isinstance(error, UsageError) else self._file)
-            return {}
-
-    def write(self, memory: Mapping[str, WorkingMemory]) -> None:
-        """Keeps what is known, which `read` has given a part of."""
-        if self._off or not torch.is_grad_enabled():
-            return
-        known = {key: astuple(each) for key, each in memory.items() if each.weight_bytes is not None}
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._file, json.dumps(known, indent=1))
-        except OSError as error:
-            log.warning("counted memory cannot be kept in %s: %s", self._file, error)
-
-
-def _memory(numbers: list[int]) -> WorkingMemory:
-    """What the file says of a class."""
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("bytes that are none")
-    work_bytes, weight_bytes, split_work_bytes = numbers
-    return WorkingMemory(work_bytes, weight_bytes, split_work_bytes)
+def memory_cache(context: Context) -> CacheFile[WorkingMemory]:
+    """Temporary memory by cost class."""
+    described = [_FORMAT, __version__, torch.__version__, context.device.type]
+    key = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+    return CacheFile(f"memory/{key}", WorkingMemory, what="counted memory")
 
 
 _KEPT = 200
@@ -163,11 +124,7 @@ def _stat(file: str) -> os.stat_result | None:
 
 def _keep(file: Path, text: str) -> None:
     """Writes a file of the cache, and removes those that were not used for longest."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, text)
-        by_age = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for old in by_age[:-_KEPT]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("the plan cannot be kept for the next run in %s: %s", file, error)
+    keep(file, text, what="the plan")
+    by_age = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for old in by_age[:-_KEPT]:
+        old.unlink(missing_ok=True)

@@ -37,14 +37,14 @@ from shardwright.planner.division import Division
 from shardwright.planner.fabric import Fabric
 from shardwright.profile import Profile
 from shardwright.run.context import Context
-from shardwright.run.machine import CostCache, present_cluster
+from shardwright.run.machine import cost_cache, present_cluster
 from shardwright.run.memory import OwnCores
 from shardwright.run.planning import placed_by_hand, plan_of_first_rank, profiles_of
 from shardwright.run.profiler import Profiler, shares_cores
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.device_rates import measured_operation_s, measured_prices, update_costs
 from shardwright.torch.measuring.host_costs import with_host_costs
-from shardwright.torch.measuring.last_plan import LastPlan, MemoryCache
+from shardwright.torch.measuring.last_plan import LastPlan, memory_cache
 from shardwright.torch.measuring.measure import TimesParts, on_copies
 from shardwright.torch.offload.offloading import with_tier
 from shardwright.torch.parameters.materialise import Materialiser
@@ -171,8 +171,9 @@ class Planner:
         """Traces each number of microbatches; in the units of a plan that is of the same code."""
         context = self._context
         divides = context.mesh.share > 1
-        cache = MemoryCache(context)
-        memory = cache.read()
+        trained = torch.is_grad_enabled()  # what is counted has a backward
+        cache = memory_cache(context)
+        memory = cache.read() if trained else {}
         known = len(memory)
         traces = trace_parts(
             self._model,
@@ -187,8 +188,8 @@ class Planner:
             progress=lambda done, total: phase.update(done, total=total),
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
         )
-        if context.rank == 0 and len(memory) > known:
-            cache.write(memory)
+        if context.rank == 0 and trained and len(memory) > known:
+            cache.write({key: each for key, each in memory.items() if each.weight_bytes is not None})
         return traces
 
     def _profiles(self, traces: dict[int, Trace], *, again: bool) -> dict[int, Profile]:
@@ -266,14 +267,14 @@ class Planner:
             samples=trace.samples,
             generators=own_generators(draw for step in trace.steps for draw in step.draws),
             budget_s=max(measure_s * _OF_PARTS, measure_s - self._measured_s) / num_ways,
-            remembered=context.from_first_rank(CostCache(context).read),
+            remembered=context.from_first_rank(cost_cache(context).read),
             on_own_cores=OwnCores(context).in_force,
         )
 
     def _remember(self, parts: TimesParts | None) -> None:
         if parts is not None and parts.found and self._context.rank == 0:
-            cache = CostCache(self._context)
-            cache.add(parts.found, to=cache.read())
+            cache = cost_cache(self._context)
+            cache.write({**cache.read(), **parts.found})
 
 
 @contextmanager

@@ -1,13 +1,11 @@
 """What the library takes beside computing, by steps of toys."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
-from shardwright import __version__
 from shardwright.cluster import Cluster, Device, HostCosts, Link
-from shardwright.torch.measuring.host_costs import Toy, _read, fitted, with_host_costs
+from shardwright.torch.measuring.host_costs import Toy, fitted, with_host_costs
 
 COSTS = HostCosts(step_s=2e-3, action_s=3e-4, unit_s=2e-5, operation_s=1e-5)
 
@@ -24,25 +22,6 @@ def test_costs_are_told_apart():
     assert found.action_s == pytest.approx(COSTS.action_s)
     assert found.unit_s == pytest.approx(COSTS.unit_s)
     assert found.operation_s == pytest.approx(COSTS.operation_s)
-
-
-@pytest.mark.parametrize(
-    ("changed", "is_used"),
-    [
-        ({}, True),
-        ({"version": "0"}, False),
-        ({"step_s": -1.0}, False),
-        ({"action_s": "x"}, False),
-        ({"loop_s": 0.0}, False),
-        ({"x": 1}, False),
-    ],
-)
-def test_costs_of_another_version_are_measured_anew(tmp_path, changed, is_used):
-    file = tmp_path / "host.json"
-    assert _read(file) is None
-    costs = {"loop_s": 1e-3, "step_s": 2e-3, "action_s": 3e-4, "unit_s": 2e-5, "operation_s": 1e-5}
-    file.write_text(json.dumps({"version": __version__, **costs, **changed}))
-    assert _read(file) == (costs if is_used else None)
 
 
 @pytest.mark.parametrize(
