@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.runtime.traced import TensorFacts
 from shardwright.torch._private import num_hooks_registered, storage_key
-from shardwright.torch.counting.compiled_modules import HookEffects
-from shardwright.torch.counting.cost_counter import Watch, cost_class
+from shardwright.torch.counting.cost_counter import cost_class
 from shardwright.torch.counting.operation_work import TracedDraws
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.step_code import TraceEnds, in_step_code
@@ -27,77 +26,6 @@ from shardwright.torch.tracing.trace_recorder import TraceRecorder
 from shardwright.torch.tracing.traced_call import TracedCall
 from shardwright.torch.tracing.traced_values import TracedValues
 from shardwright.torch.tracing.working_memory import WorkingMemory, working_memory
-
-
-class _CallSamples:
-    """The first call of each cost class.
-
-    Attributes:
-        samples: cost class -> arguments of its first call.
-        counts: a call runs to be counted, and not because the step function makes it.
-        num_hooks: hooks that counting has registered, which are none of the step function's.
-    """
-
-    def __init__(
-        self,
-        values: TracedValues,
-        memory: dict[str, WorkingMemory] | None,
-        *,
-        watch: Watch,
-        hooks: HookEffects,
-    ):
-        self.samples: dict[str, Sample] = {}
-        self.counts = False
-        self.num_hooks = 0
-        self._values = values
-        self._watch = watch
-        self._hooks = hooks
-        self._memory = memory
-
-    def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
-        """The cost class of a call, whose arguments are kept if it is the first."""
-        # What comes from the batch takes no memory when it is kept, unlike what another call made.
-        from_batch = [at for at, item in enumerate(call.items) if self._is_somebody_elses(item)]
-        # What is cast computes in another type than its arguments have.
-        autocast = autocast_state()
-        casts = [f"{device} {dtype}" for device, enabled, dtype in autocast if enabled]
-        noted = " ".join(str(part) for part in (from_batch, casts) if part)
-        if isinstance(call.func, nn.Module):
-            self._hooks.note_call(call.func)
-        key = cost_class(call.func, f"{kind} {noted}" if noted else kind, call.fakes)
-        if key not in self.samples:
-            arguments = call.fakes if kept is None else kept
-            structure = call.structure.without_template()
-            self.samples[key] = Sample(call.func, arguments, structure, autocast, self._hooks)
-        return key
-
-    def working_memory(self, key: str, call: TracedCall) -> WorkingMemory:
-        """The temporary memory of a cost class; counted for the first of its calls."""
-        # A gradient leads back through what ran before, where recomputation would call units once more.
-        if self._memory is None or call.func is torch.autograd.grad:
-            return WorkingMemory()
-        if key not in self._memory:
-            given: Sequence[bool] = [self._is_somebody_elses(item) for item in call.items]
-            before = num_hooks_registered()
-            self.counts = True
-            try:
-                with self._values.fake_mode:
-                    self._memory[key] = working_memory(
-                        call.func,
-                        call.fakes,
-                        call.structure,
-                        given=given,
-                        watch=self._watch,
-                        hooks=self._hooks,
-                    )
-            finally:
-                self.counts = False
-            self.num_hooks += num_hooks_registered() - before
-        return self._memory[key]
-
-    def _is_somebody_elses(self, item: Any) -> bool:
-        """Whether a leaf is a tensor that no node made: the batch's, or a parameter."""
-        return isinstance(item, Tensor) and self._values.find(item) is None
 
 
 class EndFinder:
@@ -206,6 +134,9 @@ class Recording:
         recorder: the steps, and the nodes of the graph.
         end: where a `ReadingStep` is left.
         hidden: what units use without having been given it.
+        samples: cost class -> arguments of its first call.
+        is_counting: a call runs to be counted, and not because the step function makes it.
+        num_hooks: hooks that counting has registered, which are none of the step function's.
         python_draws: random numbers of Python and NumPy.
         path: the free operations, and what Python reads of their results.
         statistics: layers that compute statistics over samples.
@@ -227,12 +158,10 @@ class Recording:
         self.recorder = recorder = TraceRecorder(values, self.buffers, was_there)
         self.end = EndFinder(values, recorder, at=request.ends_at, may_read=request.may_read)
         self.hidden = HiddenInputs(values)
-        self.samples = _CallSamples(
-            values,
-            request.memory,
-            watch=self.hidden,
-            hooks=request.hooks,
-        )
+        self.samples: dict[str, Sample] = {}
+        self.is_counting = False
+        self.num_hooks = 0
+        self._request = request
         self.python_draws = DrawsOfPython(lambda: recorder.position)
         self.draws = TracedDraws(request.device, user_line)
         self.path = PathRecorder(batch)
@@ -257,3 +186,49 @@ class Recording:
             python_in_units=self.python_draws.in_units,
             set_at=self.draws.set_at,
         )
+
+    def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
+        """The cost class of a call, whose arguments are kept if it is the first."""
+        # What comes from the batch takes no memory when it is kept, unlike what another call made.
+        from_batch = [at for at, item in enumerate(call.items) if self._is_somebody_elses(item)]
+        # What is cast computes in another type than its arguments have.
+        autocast = autocast_state()
+        casts = [f"{device} {dtype}" for device, enabled, dtype in autocast if enabled]
+        noted = " ".join(str(part) for part in (from_batch, casts) if part)
+        if isinstance(call.func, nn.Module):
+            self._request.hooks.note_call(call.func)
+        key = cost_class(call.func, f"{kind} {noted}" if noted else kind, call.fakes)
+        if key not in self.samples:
+            arguments = call.fakes if kept is None else kept
+            structure = call.structure.without_template()
+            self.samples[key] = Sample(call.func, arguments, structure, autocast, self._request.hooks)
+        return key
+
+    def working_memory(self, key: str, call: TracedCall) -> WorkingMemory:
+        """The temporary memory of a cost class; counted for the first of its calls."""
+        # A gradient leads back through what ran before, where recomputation would call units once more.
+        known = self._request.memory
+        if known is None or call.func is torch.autograd.grad:
+            return WorkingMemory()
+        if key not in known:
+            given: Sequence[bool] = [self._is_somebody_elses(item) for item in call.items]
+            before = num_hooks_registered()
+            self.is_counting = True
+            try:
+                with self.values.fake_mode:
+                    known[key] = working_memory(
+                        call.func,
+                        call.fakes,
+                        call.structure,
+                        given=given,
+                        watch=self.hidden,
+                        hooks=self._request.hooks,
+                    )
+            finally:
+                self.is_counting = False
+            self.num_hooks += num_hooks_registered() - before
+        return known[key]
+
+    def _is_somebody_elses(self, item: Any) -> bool:
+        """Whether a leaf is a tensor that no node made: the batch's, or a parameter."""
+        return isinstance(item, Tensor) and self.values.find(item) is None

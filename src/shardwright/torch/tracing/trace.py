@@ -22,7 +22,7 @@ from shardwright.torch._private import (
     transforms_beside_hooks,
 )
 from shardwright.torch.batch.batch import is_batch_tensor
-from shardwright.torch.counting.compiled_modules import HookEffects, hooks_of
+from shardwright.torch.counting.compiled_modules import hooks_of
 from shardwright.torch.counting.stand_in_data import LentTensors, OpenModules
 from shardwright.torch.interception.compiled_code import nothing_compiled
 from shardwright.torch.interception.coroutine import model_calls_marked
@@ -32,15 +32,14 @@ from shardwright.torch.interception.unit_attributes import refuse_replaced
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.attribute_use import AttributeUses
 from shardwright.torch.python_state.left_behind import NothingLeftBehind
-from shardwright.torch.python_state.watched_numbers import NumberReads
 from shardwright.torch.pytorch.modules import hook_registries
 from shardwright.torch.pytorch.tree import Slot, flatten
 from shardwright.torch.randomness import get_state, python_random_kept, set_state
 from shardwright.torch.script_collectives import over_replicas
+from shardwright.torch.tracing.recording import Recording
 from shardwright.torch.tracing.together import BufferWatch
 from shardwright.torch.tracing.trace_data import SideEffects, Trace, TraceRequest
 from shardwright.torch.tracing.tracer import Tracer
-from shardwright.torch.tracing.working_memory import WorkingMemory
 
 
 class _TraceRun:
@@ -66,25 +65,29 @@ class _TraceRun:
         self._generators = get_state(request.device)  # before the tracer follows what is drawn
         objects = [item for item in self._items if not is_batch_tensor(item)]
         self._nothing_left = NothingLeftBehind(model, request.function, *hooks_of(model), objects=objects)
-        self._tracer = tracer = Tracer(
+        was_there = self._nothing_left.was_there
+        self._recording = recording = Recording(
             request,
             self._copies,
-            self._buffers,
+            self._buffers.tensors(),
             state=state,
             counters=counters,
-            was_there=self._nothing_left.was_there,
+            was_there=was_there,
         )
+        self._tracer = tracer = Tracer(request, recording, self._buffers, was_there=was_there)
         pairs = zip(self._items, self._copies, strict=True)
         tracer.note_batch([copy for item, copy in pairs if is_batch_tensor(item)])
-        self._use = AttributeUses(watched, lambda: tracer.position, rehearses=lambda: tracer.samples.counts)
+        self._use = AttributeUses(
+            watched, lambda: recording.recorder.position, rehearses=lambda: recording.is_counting
+        )
         self._open_modules = OpenModules(tracer)
-        self._lent = LentTensors(request.unit_map, tracer.lend, device=request.device)
+        self._lent = LentTensors(request.unit_map, recording.values.lend, device=request.device)
 
     def trace(self) -> tuple[Trace, dict[str, bool], list[Slot]]:
         """Traces the step function."""
-        tracer = self._tracer
+        tracer, recording = self._tracer, self._recording
         tracer.before_step = self._look
-        tracer.watch_uses(lambda items: self._use.used(items, inside=True))
+        recording.hidden.on_use = lambda items: self._use.used(items, inside=True)
         tracer.after_unit = lambda: self._use.look(inside=True)
         before = set_active_handler(tracer)
         try:
@@ -98,12 +101,13 @@ class _TraceRun:
         finally:
             # A circle of references would keep the copies of the batch.
             del tracer.before_step, tracer.after_unit
-            tracer.draws.put_back()
+            recording.draws.put_back()
             set_active_handler(before)
             set_state(self._generators, self._request.device)
 
     def _trace(self) -> tuple[Trace, dict[str, bool], list[Slot]]:
-        tracer, unit_map = self._tracer, self._request.unit_map
+        tracer, recording, unit_map = self._tracer, self._recording, self._request.unit_map
+        is_value = recording.values.has
         with (
             transforms_beside_hooks(),
             python_random_kept(),
@@ -115,12 +119,12 @@ class _TraceRun:
             hooks = set(_hooks_in(unit_map.model))
             result, registers_hooks = self._call_watched()
             # What was changed shows before it is put back.
-            refuse_replaced(unit_map.modules, tracer.is_value)
-            tracer.python_draws.look()
-            changed = self._buffers.changed(tracer.is_value, under_another_name=tracer.changes_memory_of)
+            refuse_replaced(unit_map.modules, is_value)
+            recording.python_draws.look()
+            changed = self._buffers.changed(is_value, under_another_name=recording.recorder.changes_memory_of)
             together = tracer.together()
-            replaced = self._buffers.replaced(tracer.is_value)
-            attributes = self._use.uses(unit_map.model, tracer.is_value)
+            replaced = self._buffers.replaced(is_value)
+            attributes = self._use.uses(unit_map.model, is_value)
             touched = self._nothing_left.changed
             leaves_hooks = not hooks.issuperset(_hooks_in(unit_map.model))
         in_units = {id(sub) for unit in unit_map.modules.values() for sub in unit.modules()}
@@ -144,7 +148,7 @@ class _TraceRun:
         self._use.look()
         self._use.used(items)
         self._nothing_left.of_model.look()
-        self._tracer.python_draws.look()
+        self._recording.python_draws.look()
 
     @property
     def _changes_batch(self) -> bool:
@@ -153,12 +157,15 @@ class _TraceRun:
 
     def _call_watched(self) -> tuple[Any, bool]:
         """Calls the step function; also whether it registers hooks."""
-        tracer = self._tracer
-        tracer.draws.follow([*self._nothing_left.generators, *self._items])
+        recording = self._recording
+        recording.draws.follow([*self._nothing_left.generators, *self._items])
         hooks_before = num_hooks_registered()
-        with self._use.watching(), tracer.watching():
-            result = self._call(*self._arguments)
-        registers_hooks = num_hooks_registered() > hooks_before + tracer.samples.num_hooks
+        try:
+            with self._use.watching():
+                result = self._call(*self._arguments)
+        finally:
+            recording.hidden.forget()
+        registers_hooks = num_hooks_registered() > hooks_before + recording.num_hooks
         set_active_handler(None)
         return result, registers_hooks
 
@@ -172,16 +179,16 @@ class _TraceRun:
             put_parametrization_cache(cached)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tracer = self._tracer
+        end = self._recording.end
         try:
             result = self._request.function(*args, **kwargs)
-            tracer.end.step_returned()
+            end.step_returned()
         except TraceEnds:
             result = None
-        if tracer.end.is_found:
+        if end.is_found:
             result = None
             set_active_handler(None)
-            tracer.assume_loss()
+            self._tracer.assume_loss()
         return result
 
 
@@ -206,30 +213,13 @@ def trace_step(
     function: Callable[..., Any],
     arguments: Any = ((), {}),
     *,
-    device: torch.device | str = "cpu",
-    batch_size: int = 1,
-    memory: dict[str, WorkingMemory] | None = None,
     agree_on_end: Callable[[float], float] | None = None,
-    numbers: NumberReads | None = None,
-    hooks: HookEffects | None = None,
-    units_may_change: bool = False,
-    on_unit: Callable[[], None] | None = None,
+    **how: Any,
 ) -> Trace:
-    """Traces one microbatch."""
-    request = TraceRequest(
-        unit_map=unit_map,
-        function=function,
-        arguments=arguments,
-        device=torch.device(device),
-        batch_size=batch_size,
-        memory=memory,
-        hooks=HookEffects() if hooks is None else hooks,
-        numbers=numbers,
-        units_may_change=units_may_change,
-        on_unit=on_unit,
-    )
+    """Traces one microbatch; for other options see `TraceRequest`."""
+    request = TraceRequest(unit_map=unit_map, function=function, arguments=arguments, **how)
     if not isinstance(function, ReadingStep):
-        quiet = _unprinted() if numbers is not None else nullcontext()
+        quiet = _unprinted() if request.numbers is not None else nullcontext()
         with nothing_compiled(), fake_failures_unlogged(), quiet:
             return _traced(request)
     try:

@@ -320,9 +320,9 @@ class TraceRequest:
     unit_map: UnitMap
     function: Callable[..., Any]
     arguments: Any
-    device: torch.device
-    batch_size: int
-    hooks: HookEffects
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    batch_size: int = 1
+    hooks: HookEffects = field(default_factory=HookEffects)
     numbers: NumberReads | None = None
     ends_at: float = math.inf
     units_may_change: bool = False

@@ -32,8 +32,8 @@ from shardwright.torch.tracing.traced_values import TracedValues, with_history
 log = logging.getLogger(__name__)
 
 
-class RealExecution:
-    """Calls on random data during a trace."""
+class TracedExecution:
+    """Calls on fake tensors, and on random data where these cannot get through."""
 
     def __init__(
         self,
@@ -49,7 +49,64 @@ class RealExecution:
         self._draws = draws
         self._device = device
 
-    def unit(
+    def operation(self, call: TracedCall) -> Outcome | None:
+        """Runs an operation; None if the shape of its result depends on values that only one rank has."""
+        try:
+            with self._values.fake_mode:
+                return call.run(CostCounter(row=self._draws))
+        except FAKE_FAILURES:
+            return self._operation_on_data(call, CostCounter(row=self._draws))
+
+    def unit(self, call: TracedCall, name: str, kept: list[Any]) -> Outcome:
+        """Runs a unit on fake tensors, or, where it cannot, a copy of it on random data."""
+        module = call.func
+        assert isinstance(module, nn.Module)
+        attributes = snapshot_of(module)
+        state = UnitState(module)
+        given, bases = gradient_nodes(call.fakes), base_nodes(call.fakes)
+        try:
+            with self._values.fake_mode:
+                outcome = call.run(CostCounter(self._values.names, self._hidden, self._draws))
+        except Exception as error:
+            if (refusal := refusal_behind(error)) is not None:
+                raise refusal from None
+            attributes.put_back()
+            cost = CostCounter(self._values.names, self._hidden, self._draws)
+            outcome = self._unit_on_data(call, name, kept, cost, error)
+            plain = [tensor for tensor in outcome.written if type(tensor) is Tensor]
+            self._hidden.ran_on_a_copy(state.plain, plain)
+            for sub, key, fake in outcome.attributes:
+                vars(sub)[key] = fake
+            for sub, key, position in outcome.passed_attributes:
+                vars(sub)[key] = call.items[position]
+        else:
+            outcome = self._with_attributes(call, outcome, attributes)
+            outcome = state.with_writes(outcome, leaves(outcome.output))
+            made = [*leaves(outcome.output), *(fake for _, _, fake in outcome.attributes)]
+            changed = call.changed(outcome)
+            made += [call.fakes[position] for position in changed]
+            bases = {position: node for position, node in bases.items() if position in changed}
+            outcome = replace(outcome, unreached=unreached(given, made, bases))
+        return replace(outcome, written_names=self._values.names_of(outcome.written))
+
+    def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Snapshot) -> Outcome:
+        """Adds what a unit left in attributes; the step function finds its own tensors there, if free."""
+        given = {
+            id(fake): position
+            for position, (item, fake) in enumerate(zip(call.items, call.fakes, strict=True))
+            if self._values.is_free(item)
+        }
+        left: list[tuple[nn.Module, str, Tensor]] = []
+        passed: list[tuple[nn.Module, str, int]] = []
+        for module, key, fake in attributes.new_tensors:
+            if id(fake) in given:
+                passed.append((module, key, given[id(fake)]))
+                vars(module)[key] = call.items[given[id(fake)]]
+            elif self._values.is_made(fake):
+                left.append((module, key, fake))
+        return replace(outcome, attributes=left, passed_attributes=passed)
+
+    def _unit_on_data(
         self, call: TracedCall, name: str, kept: list[Any], cost: CostCounter, error: Exception
     ) -> Outcome:
         """Runs a copy of a unit.
@@ -99,7 +156,7 @@ class RealExecution:
         self._hidden.stands_for(twin, module)
         return twin
 
-    def operation(self, call: TracedCall, cost: CostCounter) -> Outcome | None:
+    def _operation_on_data(self, call: TracedCall, cost: CostCounter) -> Outcome | None:
         """Runs an operation without a fake kernel (a CTC loss), on random data and on zeros.
 
         None if the shape of its result follows from the values of deferred tensors: it must be the same for
@@ -223,70 +280,3 @@ def _cannot_be_traced(module: nn.Module, name: str, first: Exception, second: Ex
 
 def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-class TracedExecution:
-    """Calls on fake tensors, and on random data where these cannot get through."""
-
-    def __init__(self, values: TracedValues, hidden: HiddenInputs, draws: TracedDraws, real: RealExecution):
-        self._values = values
-        self._hidden = hidden
-        self._draws = draws
-        self._real = real
-
-    def operation(self, call: TracedCall) -> Outcome | None:
-        """Runs an operation; None if the shape of its result depends on values that only one rank has."""
-        try:
-            with self._values.fake_mode:
-                return call.run(CostCounter(row=self._draws))
-        except FAKE_FAILURES:
-            return self._real.operation(call, CostCounter(row=self._draws))
-
-    def unit(self, call: TracedCall, name: str, kept: list[Any]) -> Outcome:
-        """Runs a unit on fake tensors, or, where it cannot, a copy of it on random data."""
-        module = call.func
-        assert isinstance(module, nn.Module)
-        attributes = snapshot_of(module)
-        state = UnitState(module)
-        given, bases = gradient_nodes(call.fakes), base_nodes(call.fakes)
-        try:
-            with self._values.fake_mode:
-                outcome = call.run(CostCounter(self._values.names, self._hidden, self._draws))
-        except Exception as error:
-            if (refusal := refusal_behind(error)) is not None:
-                raise refusal from None
-            attributes.put_back()
-            cost = CostCounter(self._values.names, self._hidden, self._draws)
-            outcome = self._real.unit(call, name, kept, cost, error)
-            plain = [tensor for tensor in outcome.written if type(tensor) is Tensor]
-            self._hidden.ran_on_a_copy(state.plain, plain)
-            for sub, key, fake in outcome.attributes:
-                vars(sub)[key] = fake
-            for sub, key, position in outcome.passed_attributes:
-                vars(sub)[key] = call.items[position]
-        else:
-            outcome = self._with_attributes(call, outcome, attributes)
-            outcome = state.with_writes(outcome, leaves(outcome.output))
-            made = [*leaves(outcome.output), *(fake for _, _, fake in outcome.attributes)]
-            changed = call.changed(outcome)
-            made += [call.fakes[position] for position in changed]
-            bases = {position: node for position, node in bases.items() if position in changed}
-            outcome = replace(outcome, unreached=unreached(given, made, bases))
-        return replace(outcome, written_names=self._values.names_of(outcome.written))
-
-    def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Snapshot) -> Outcome:
-        """Adds what a unit left in attributes; the step function finds its own tensors there, if free."""
-        given = {
-            id(fake): position
-            for position, (item, fake) in enumerate(zip(call.items, call.fakes, strict=True))
-            if self._values.is_free(item)
-        }
-        left: list[tuple[nn.Module, str, Tensor]] = []
-        passed: list[tuple[nn.Module, str, int]] = []
-        for module, key, fake in attributes.new_tensors:
-            if id(fake) in given:
-                passed.append((module, key, given[id(fake)]))
-                vars(module)[key] = call.items[given[id(fake)]]
-            elif self._values.is_made(fake):
-                left.append((module, key, fake))
-        return replace(outcome, attributes=left, passed_attributes=passed)

@@ -99,6 +99,10 @@ class TracedValues:
         """The value that a tensor holds now; None for anything else."""
         return self._value_of.get(id(item)) if isinstance(item, Tensor) else None
 
+    def has(self, item: Any) -> bool:
+        """Whether a tensor is a value of the graph."""
+        return self.find(item) is not None
+
     def stand_ins(self) -> tuple[int | None, ...]:
         """Of each value, the one that its stand-in names; None where every rank has a tensor of its own."""
         firsts: dict[int, int] = {}

@@ -5,8 +5,7 @@ no unit and no parameter (*free*: masks, positions) run for real, so Python may 
 unit returns is a `DeferredTensor`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from shardwright.torch.tracing.recording import Recording
 from shardwright.torch.tracing.together import BufferWatch
 from shardwright.torch.tracing.trace_data import SideEffects, Trace, TraceRequest
 from shardwright.torch.tracing.traced_call import follow_changes
-from shardwright.torch.tracing.traced_execution import RealExecution, TracedExecution
+from shardwright.torch.tracing.traced_execution import TracedExecution
 from shardwright.torch.tracing.traced_values import refuse_returned
 from shardwright.torch.tracing.unit_tracer import OperationTracer, UnitTracer
 
@@ -44,8 +43,6 @@ class Tracer:
     Attributes:
         before_step: called before every call, with the leaves of its arguments, and before ``backward``.
         after_unit: called after every call of a unit.
-        python_draws: random numbers of Python and NumPy.
-        end: where a `ReadingStep` is left.
     """
 
     intercepts = True
@@ -56,26 +53,18 @@ class Tracer:
     def __init__(
         self,
         request: TraceRequest,
-        batch: Sequence[Any],
+        recording: Recording,
         watch: BufferWatch,
         *,
-        state: Collection[str],
-        counters: Collection[str],
         was_there: Callable[[Tensor], bool],
     ):
         self._request = request
         self._watch = watch
-        self._recording = recording = Recording(
-            request, batch, watch.tensors(), state=state, counters=counters, was_there=was_there
-        )
+        self._recording = recording
+        self._end = recording.end
         self._values = values = recording.values
         self._recorder = recording.recorder
-        self.end = recording.end
-        self.samples = recording.samples
-        self.python_draws = recording.python_draws
-        self.draws = recording.draws
-        real = RealExecution(values, recording.hidden, recording.path, recording.draws, request.device)
-        execution = TracedExecution(values, recording.hidden, recording.draws, real)
+        execution = TracedExecution(values, recording.hidden, recording.path, recording.draws, request.device)
         self._operations = OperationTracer(recording, execution, request.unit_map.model, was_there)
         self._units = UnitTracer(recording, execution, request.unit_map)
         self._batch_bytes = 0
@@ -117,23 +106,6 @@ class Tracer:
                 "x.detach().clone()."
             )
 
-    @property
-    def position(self) -> float:
-        """Number of steps so far, and a quarter more behind ``backward``."""
-        return self._recorder.position
-
-    def lend(self, tensor: Tensor) -> Tensor:
-        """A fake tensor in place of a parameter or buffer."""
-        return self._values.lend(tensor)
-
-    def is_value(self, item: Any) -> bool:
-        """Whether a tensor is a value of the graph."""
-        return self._values.find(item) is not None
-
-    def changes_memory_of(self, item: Tensor) -> bool:
-        """Whether what comes from units went into the memory of a tensor that every rank had."""
-        return self._recorder.changes_memory_of(item)
-
     # ---- what the step function calls ----
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,37 +132,33 @@ class Tracer:
         value = self._values.find(tensor)
         return value is not None and self._values[value].has_history
 
-    def watch_uses(self, on_use: Callable[[Sequence[Tensor]], None]) -> None:
-        """Has a function called with the tensors that each operation inside of a unit is given."""
-        self._recording.hidden.on_use = on_use
-
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
         if self._request.on_unit is not None:
             self._request.on_unit()
-        self.end.come_by()
+        self._end.come_by()
         self.before_step(leaves((args, kwargs)))
-        with plain_torch(), without_hooks(module), self.python_draws.around_unit():
+        with plain_torch(), without_hooks(module), self._recording.python_draws.around_unit():
             result = self._units.call(module, args, kwargs)
             if self._shadows is not None:
                 self._shadows.begin(leaves(result))
         self.after_unit()
-        self.end.must_be_traced()
+        self._end.must_be_traced()
         self.model_returned(result)  # to the step function, if that has called it itself
         return result
 
     def model_begins(self) -> None:
         """Ends the trace, if it is to end before the model is called again."""
-        self.end.come_by()
+        self._end.come_by()
 
     def model_returned(self, result: Any) -> None:
         """Records what the step function gets to see."""
         if in_step_code():
-            self.end.note_seen(result)
+            self._end.note_seen(result)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Records where the backward starts."""
-        self.end.come_by()
+        self._end.come_by()
         self.before_step([loss])
         refuse_second_backward(self._recorder.backward_at is not None)
         value = self._values.find(loss)
@@ -215,7 +183,7 @@ class Tracer:
         values, nodes = self._values, self._recorder.nodes()
         trained = (node for node in nodes if any(values[v].has_history for v in node.outputs))
         read = {value for node in trained for value in node.inputs}
-        seen = dict.fromkeys(values.find(item) for item in self.end.seen)
+        seen = dict.fromkeys(values.find(item) for item in self._end.seen)
         last = [v for v in seen if v is not None and values[v].has_history and v not in read]
         if last:
             loss = self.operation(assumed_loss, tuple(values[v].holder for v in last), {})
@@ -223,18 +191,10 @@ class Tracer:
 
     # ---- the result ----
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Leaves the classes of objects as they were, which are watched inside."""
-        try:
-            yield
-        finally:
-            self._recording.hidden.forget()
-
     def together(self) -> tuple[Together, ...]:
         """Nodes that must have one home; to be asked while buffers still are what the step function left."""
         found = self._recorder.together(self._watch, self._units.held, self._recording.hidden)
-        return (*found, *self.draws.together(self._recorder.nodes()))
+        return (*found, *self._recording.draws.together(self._recorder.nodes()))
 
     def finish(
         self,
@@ -248,7 +208,7 @@ class Tracer:
         recording, recorder, unit_map = self._recording, self._recorder, self._request.unit_map
         recorder.forget_frames()
         recorder.share_results()
-        self.draws.at_end(draws=any(step.draws for step in recorder.steps))
+        self._recording.draws.at_end(draws=any(step.draws for step in recorder.steps))
         refuse_returned(leaves(result), self._values)
         evaluated: dict[int, LossForm] = {}
         if recorder.backward_at is None:
@@ -272,10 +232,10 @@ class Tracer:
             repeated_buffers=recording.repeated_buffers.names(graph.contributing()),
             random=recording.random_use(),
             effects=replace(effects, replaced_buffers=replaced),
-            end=self.end.end(left),
+            end=self._end.end(left),
             loss=self._loss,
             evaluated=evaluated,
-            samples=self.samples.samples,
+            samples=recording.samples,
             batch_shapes=tuple(self._batch_shapes),
         )
 
@@ -283,7 +243,7 @@ class Tracer:
         """The graph of all that was recorded."""
         recording, recorder, request = self._recording, self._recorder, self._request
         # Behind its end, it may use all that it has seen.
-        seen = (self._values.find(item) for item in self.end.seen) if self.end.is_found else ()
+        seen = (self._values.find(item) for item in self._end.seen) if self._end.is_found else ()
         outputs = tuple(dict.fromkeys((*returned, *(value for value in seen if value is not None))))
         follow_changes(recorder.steps, outputs if recorder.loss is None else (*outputs, recorder.loss))
         state = recording.buffers.initial.values()

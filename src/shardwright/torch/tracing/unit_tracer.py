@@ -56,7 +56,7 @@ class UnitTracer:
         self._refuse_other_weights(module, name)
         recomputed = called_from("torch.utils.checkpoint")
         self.recomputes = self.recomputes or recomputed
-        found = found_in(module, self._is_value)
+        found = found_in(module, recording.values.has)
         own = args, {**kwargs, FOUND: found} if found else kwargs
         items, structure = flatten(own)
         if (plain := plain_numbers(items)) is not None:
@@ -88,9 +88,6 @@ class UnitTracer:
         """The units that were called, as the graph has them: by name, in the order of their first calls."""
         return {name: self._unit(name) for name in self._num_calls}
 
-    def _is_value(self, item: Any) -> bool:
-        return self._recording.values.find(item) is not None
-
     def _run(self, call: TracedCall, name: str) -> tuple[Outcome, str, WorkingMemory]:
         """Runs a unit."""
         recording = self._recording
@@ -99,9 +96,9 @@ class UnitTracer:
         pairs = list(zip(call.items, call.fakes, strict=True))
         # Before the call: it may put fake tensors into such an object.
         kept = [copy_of_object(fake) if is_opaque(item) else fake for item, fake in pairs]
-        cost_class = recording.samples.cost_class(call, class_key(module), kept)
+        cost_class = recording.cost_class(call, class_key(module), kept)
         with recording.hidden.of_call(node, module, call.fakes):
-            memory = recording.samples.working_memory(cost_class, call)
+            memory = recording.working_memory(cost_class, call)
             recording.draws.before_step(node)
             outcome = self._execution.unit(call, name, kept)
             recording.draws.after_step(node, draws=outcome.cost.random, free=False)
@@ -139,9 +136,8 @@ class UnitTracer:
 
     def _refuse_other_weights(self, module: nn.Module, name: str) -> None:
         """Refuses a unit whose parameters have been replaced for this call."""
-        lent = self._recording.values.lent_for
-        named = module.named_parameters()
-        other = next((key for key, p in named if id(p) not in lent and not self._is_value(p)), None)
+        values, named = self._recording.values, module.named_parameters()
+        other = next((key for key, p in named if id(p) not in values.lent_for and not values.has(p)), None)
         if other is not None:
             raise TraceError(
                 f"{user_line()}: {f'unit {name}' if name else 'the model'} is called with another {other} "
@@ -226,8 +222,8 @@ class OperationTracer:
     def _placed(self, call: TracedCall, parameters: tuple[str, ...]) -> Any:
         """Traces an operation that has a place on a rank."""
         found, name = self._recording, functions.name_of(call.func)
-        cost_class = found.samples.cost_class(call, name)
-        memory = found.samples.working_memory(cost_class, call)
+        cost_class = found.cost_class(call, name)
+        memory = found.working_memory(cost_class, call)
         outcome = self._run(call)
         found.statistics.note_operation(outcome, line=call.line)
         node = call.node("op", name, outcome, cost_class=cost_class, memory=memory, parameters=parameters)
