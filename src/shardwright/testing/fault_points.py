@@ -77,7 +77,7 @@ class RankFaults:
         drawn: tuple[Phase, ...] = ()
         if faults.random is not None:
             self._random = _Drawn(faults.random, world_size, first=_num_random(before))
-            drawn = faults.random.phases
+            drawn = ("update", *faults.random.phases)
         self.phases = {*drawn, *(fault.phase for fault in self._waiting.values())}
 
     def at(self, phase: Phase, step: int | None = None) -> None:

@@ -53,7 +53,7 @@ Kind = Literal[
 - ``kill``: SIGKILL, as when memory runs out; ``exit``: it leaves with code 0, and says nothing;
 - ``raise``: an error in the script;
 - ``stop``: SIGSTOP; ``spin``: a loop without end; ``gil``: C code that keeps Python's lock;
-- ``lone_collective``: it calls a collective that no other rank calls;
+- ``lone_collective``: it calls a collective that no other rank calls, between steps;
 - ``slow``: so many seconds longer in each step from then on; ``pause``: once;
 - ``link_down``: its network interface is down (in a network namespace, as root);
 - ``full_disk``: no space is left where it saves.
@@ -102,8 +102,8 @@ class Fault(Record):
             raise ValueError(f"phase {self.phase} is outside of steps, so leave step out")
         if self.kind == "full_disk" and self.phase != "save":
             raise ValueError("full_disk is for phase save")
-        if self.kind == "lone_collective" and self.phase == "init":
-            raise ValueError("lone_collective needs the process group, which phase init has not")
+        if self.kind == "lone_collective" and self.phase in ("init", "forward", "backward"):
+            raise ValueError("lone_collective comes outside of step functions: start, update, save or end")
         return self
 
     def __str__(self) -> str:
@@ -118,6 +118,8 @@ _OF_RANDOM: tuple[Kind, ...] = ("kill", "stop", "spin", "gil", "exit", "raise", 
 
 class RandomFaults(Record):
     """Faults one after the other, drawn by a seed: any of the ranks, kinds and phases.
+
+    A lone collective comes with an update in any case.
 
     Attributes:
         every_s: seconds on average from the first step after a start, or from the last fault, to the next.
@@ -151,7 +153,7 @@ class RandomFaults(Record):
             kind=kind,
             rank=draw.choice(self.ranks or range(world_size)),
             step=1,
-            phase=draw.choice(self.phases),
+            phase="update" if kind == "lone_collective" else draw.choice(self.phases),
             seconds=self.seconds if kind in _TIMED else None,
         )
         return fault, self.every_s * draw.uniform(0.5, 1.5)

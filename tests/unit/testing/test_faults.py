@@ -37,7 +37,7 @@ def test_a_file_says_kind_rank_step_and_phase(tmp_path: Path) -> None:
         ("faults: [{kind: kill, rank: 0, seconds: 1}]", "kill takes no seconds"),
         ("faults: [{kind: kill, rank: 0, phase: end, step: 2}]", "leave step out"),
         ("faults: [{kind: full_disk, rank: 0}]", "full_disk is for phase save"),
-        ("faults: [{kind: lone_collective, rank: 0, phase: init}]", "needs the process group"),
+        ("faults: [{kind: lone_collective, rank: 0, phase: backward}]", "outside of step functions"),
         ("faults: [{kind: kill, rank: 0, stepp: 2}]", "stepp"),
         ("random: {kinds: []}", "random.kinds"),
         ("random: {kinds: [full_disk]}", "name it in faults"),

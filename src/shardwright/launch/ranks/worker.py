@@ -243,8 +243,8 @@ class _Supervisor:
         return read_progress(page)
 
     def _say_why_restarted(self) -> None:
-        before = [other for other in self._exits.of_life(self._life - 1) if other.exit_code != 0]
-        report = f"{failure_report(before)}\n" if before else ""
+        before = self._exits.of_life(self._life - 1)
+        report = f"{failure_report(before)}\n" if any(other.exit_code for other in before) else ""
         text = f"{report}shardwright run: restarted, attempt {self._attempt + 1} of {self._num_attempts}\n"
         os.write(2, text.encode())
 

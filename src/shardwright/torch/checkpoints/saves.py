@@ -22,7 +22,7 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.observe.run_folder import hold, release, show_path
 from shardwright.plan import Plan
-from shardwright.run.joint_calls import first_cause_named, meet, on_every_rank
+from shardwright.run.joint_calls import call_together, first_cause_named, meet, on_every_rank
 from shardwright.run.saving import CheckpointDraft, SaveUnderWay, new_draft
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import StateObjects
@@ -238,7 +238,8 @@ class Saves:
         signals, states = [self._signals.came], [state]
         if current.links.world is not None:
             row = torch.tensor([self._signals.came, state], dtype=torch.int64, device=current.device)
-            with first_cause_named(current):
+            ranks = range(current.mesh.world_size)
+            with first_cause_named(current), call_together("a call of sw.Checkpoints", ranks):
                 rows = current.links.world.gather(row, Purpose.CHECKPOINT)
             signals, states = rows[:, 0].tolist(), rows[:, 1].tolist()
         if under_way is not None and states[0] in (_DONE, _FAILED):
