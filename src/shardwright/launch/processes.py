@@ -231,6 +231,7 @@ class WorkerExit:
         patience_s: how much time it was given, from the last signal on.
         error: the last traceback that it wrote, or its last words.
         steps: training steps that it had made, those before a resume among them; None: it did not say.
+        world_size: ranks of the run, on all hosts.
     """
 
     rank: int
@@ -244,6 +245,7 @@ class WorkerExit:
     patience_s: float = 0.0
     error: str = ""
     steps: int | None = None
+    world_size: int = 1
     log: str
 
 

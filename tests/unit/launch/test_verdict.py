@@ -363,3 +363,52 @@ def test_ranks_that_lost_a_peer_or_were_stopped_are_started_again():
     assert again([lost], [lost]) == ""
     stopped = replace(ended(0, -15, signal_number=15), steps=7)
     assert again([stopped], [stopped]) == ""
+
+
+def late(rank, waited_for, at_s=10.0):
+    """A rank that has waited in vain, by what it says of whom."""
+    error = traceback_of("train.py", error=f"shardwright.errors.PeerTimeoutError: {waited_for}")
+    return ended(rank, 1, at_s, error=error)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "all_reduce SUM of 9 float32 (number 99 of this group): rank 2 did not come within 10 s. It hangs",
+        "Rank 2 has not come within 10 s",
+        "waiting for a value of rank 2 failed: no answer within 10 s",
+    ],
+)
+def test_a_rank_that_hangs_is_found_in_all_that_ranks_say(said):
+    exits = [late(0, said), ended(2, -15, 10.1, signal_number=15)]
+    assert failure_report(exits).startswith("rank 2 hangs: rank 0 waited for it in vain")
+
+
+def test_a_rank_that_hangs_is_found_behind_those_that_waited_for_it():
+    """Rank 1, which waited itself, was in the headline."""
+    waited = "receiving from rank {} failed: no answer within 10 s."
+    stuck = ended(2, -9, 15.0, signal_number=15, was_killed=True)
+    exits = [late(0, waited.format(1)), late(1, waited.format(2), 10.1), stuck]
+    report = failure_report(exits)
+    assert report.startswith("rank 2 hangs: rank 0 waited for it in vain")
+    assert "rank 2, 5.00 s later: killed, because rank 0 found that it hangs" in report
+    noticed = traceback_of("train.py", error="shardwright.errors.PeerLostError: rank 0 is lost: it has ended")
+    exits = [late(0, waited.format(1)), ended(1, 1, 10.1, error=noticed), stuck]
+    assert failure_report(exits).startswith("rank 2 hangs: rank 0 waited for it in vain")
+
+
+def test_a_rank_of_this_host_is_not_taken_for_one_that_hangs_elsewhere():
+    timed_out = traceback_of("train.py", error="RuntimeError: Timed out waiting 10000ms for recv operation")
+    told = ended(1, -15, 10.1, signal_number=15)
+    here = [ended(0, 1, error=timed_out, world_size=2), told]
+    assert failure_report(here).startswith("rank 1 hangs: rank 0 waited for it in vain")
+    of_four = [ended(0, 1, error=timed_out, world_size=4), told]
+    assert failure_report(of_four).startswith("rank 0 failed first,")
+
+
+def test_a_rank_that_is_alone_in_a_collective_is_in_the_headline():
+    lone = late(
+        1, "rank 1 waits in torch.distributed.all_reduce. All ranks of a group make the same collectives"
+    )
+    told = ended(2, -15, 10.1, signal_number=15)
+    assert failure_report([lone, told]).startswith("rank 1 failed first,")

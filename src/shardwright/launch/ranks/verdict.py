@@ -23,9 +23,13 @@ _LONGEST = 160
 _FROM_PEER = re.compile(r"(?:receiving from|sending to) rank (\d+) failed")
 _WAIT_FOR_EACH_OTHER = "All ranks of a group make the same collectives"
 _HUNG = re.compile(
-    r"(?:receiving from|sending to) rank (\d+) failed: no answer|Rank (\d+) has not come within"
-    r"|rank (\d+) hangs: "
+    r"(?:receiving from|sending to|waiting for a value of) rank (\d+) failed: no answer"
+    r"|[Rr]ank (\d+) (?:has not|did not) come within|rank (\d+) hangs: "
 )
+_LATE = re.compile(
+    r"PeerTimeoutError|left without a word|Timed out waiting|have not come within", re.IGNORECASE
+)
+"""Of an error that may be of a rank that hangs, whether it names one or not."""
 # Errors of others, and what a script does about them with us.
 _REMEDIES = {
     # Of PyTorch on a machine, or in a build, without CUDA.
@@ -184,7 +188,8 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
         lines.append("  its stderr ends with:")
     is_for_users = _error_of_ours(first.error) is not None
     lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
-    was_ended = any(_consequence(other, first).startswith(_ENDED) for other in others)
+    hung = _hung(first, exits)
+    was_ended = any(_consequence(other, first, hung).startswith(_ENDED) for other in others)
     if names_a_lost_peer(first.error) and not was_ended and _WAIT_FOR_EACH_OTHER not in first.error:
         lines.append(f"  {_about_lost_peer(first, exits)}")
     error = "\n".join(_to_the_error(first.error)[-3:])  # with the line of the script
@@ -192,7 +197,7 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     lines.append(f"  log: {first.log}")
     alike: dict[str, list[WorkerExit]] = {}
     for other in others:
-        alike.setdefault(_consequence(other, first), []).append(other)
+        alike.setdefault(_consequence(other, first, hung), []).append(other)
     for consequence, group in alike.items():
         if len(group) < _MANY and consequence == _NOTICED:
             lines += [f"rank {o.rank} {_NOTICED}; log: {o.log}" for o in group]
@@ -215,12 +220,39 @@ def _headline(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
     """Names the rank that hangs, or left too early, and not the one that has waited for it."""
     if names_a_lost_peer(first.error) and (done := _done_before(first, exits)):
         return f"rank {done} ended early, with exit code 0: rank {first.rank} needed it, and ended"
-    error = _error_in_a_line(first.error)
-    is_late = _error_of_ours(first.error) is errors.PeerTimeoutError and _CUT_OFF not in error
-    hung = _HUNG.search(error) if is_late else None
-    if hung is None or (rank := next(filter(None, hung.groups()))) == str(first.rank):
+    hung = _hung(first, exits)
+    if hung is None:
         return f"rank {first.rank} failed first,"
-    return f"rank {rank} hangs: rank {first.rank} waited for it in vain, and ended"
+    return f"rank {hung} hangs: rank {first.rank} waited for it in vain, and ended"
+
+
+def _hung(first: WorkerExit, exits: Sequence[WorkerExit]) -> int | None:
+    """The rank that has kept the first one waiting, perhaps behind others that waited for it themselves."""
+    error = _error_in_a_line(first.error)
+    if not _LATE.search(error) or _CUT_OFF in error or _WAIT_FOR_EACH_OTHER in error:
+        return None
+    if _done_before(first, exits):
+        return None
+    by_rank, seen, named = {each.rank: each for each in exits}, {first.rank}, _named_as_hung(first)
+    hung = next(iter(named), None)
+    if hung == first.rank:
+        return None  # of itself: it is alone in a collective
+    while hung in by_rank and hung not in seen:
+        seen.add(hung)
+        behind = _named_as_hung(by_rank[hung]) - {hung}
+        hung = next(iter(behind - seen), hung)
+    end = None if hung is None else by_rank.get(hung)
+    if len(exits) < first.world_size or (end is not None and _ended_unheard(end)):
+        return hung
+    # All ranks are here: who could still say why it ended did not hang.
+    unheard = [each.rank for each in exits if each is not first and _ended_unheard(each)]
+    return unheard[0] if len(unheard) == 1 else hung
+
+
+def _ended_unheard(worker_exit: WorkerExit) -> bool:
+    """Whether it was ended by others, and has not said a word of its own."""
+    by_others = worker_exit.signal_number is not None or worker_exit.exit_code == -signal.SIGKILL
+    return by_others and not _had_failed_before(worker_exit)
 
 
 def _done_before(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
@@ -263,8 +295,8 @@ def _cause(worker_exit: WorkerExit) -> str:
     return f"killed by {name}"
 
 
-def _consequence(worker_exit: WorkerExit, first: WorkerExit) -> str:
-    if worker_exit.rank in _named_as_hung(first) and worker_exit.exit_code == -signal.SIGKILL:
+def _consequence(worker_exit: WorkerExit, first: WorkerExit, hung: int | None) -> str:
+    if worker_exit.rank == hung and worker_exit.exit_code == -signal.SIGKILL:
         return f"{_ENDED} rank {first.rank} found that it hangs"
     if worker_exit.was_killed and worker_exit.signal_number is not None:
         return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"

@@ -121,6 +121,7 @@ class _Supervisor:
             patience_s=self._patience_s,
             error=last_words(err.tail) if code else "",
             steps=steps,
+            world_size=int(self._environ["WORLD_SIZE"]),
             log=str(self._log),
         )
         if self._agent_is_gone:
