@@ -7,7 +7,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -145,9 +146,11 @@ class Metric(StrEnum):
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
     recomputed does not count. ``ABOVE_PREDICTION`` is measured / predicted - 1: positive where the plan was
     too hopeful. ``WORK`` is that of all ranks of a replica, added up: more than a step where they share it.
-    ``UPDATE`` is the optimizer's, before the step.
+    ``UPDATE`` is the optimizer's, before the step. Those of ``goodput`` are of the run so far, at most once a
+    second: see `shardwright.observe.goodput`.
     """
 
+    UNIX = "time/unix(s)"
     LOSS = "train/loss"
     LEARNING_RATE = "train/learning_rate"
     STEP = "time/step(s)"
@@ -164,8 +167,19 @@ class Metric(StrEnum):
     MEMORY = "memory/peak(GiB)"
     MEMORY_BY_RANK = "memory/peak_by_rank(GiB)"
     MEMORY_LIMIT = "memory/limit(GiB)"
+    SLOW_RANK = "ranks/slow(rank)"
+    SLOW = "ranks/slow(s)"
     BUBBLE = "pipeline/bubble(share)"
     BUBBLE_PREDICTED = "pipeline/bubble_predicted(share)"
+    PRODUCTIVE_SHARE = "goodput/productive(share)"
+    PRODUCTIVE = "goodput/productive(s)"
+    ELAPSED = "goodput/elapsed(s)"
+    STARTS = "goodput/starts(s)"
+    SAVES = "goodput/saves(s)"
+    WAITS = "goodput/waits(s)"
+    LOST = "goodput/lost(s)"
+    LOST_STEPS = "goodput/lost(steps)"
+    RESTARTS = "goodput/restarts(count)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +197,7 @@ class StepRecord:
         outside_s: seconds of operations of the step function that rest on no unit of the model, on the rank
             that writes: every rank of a pipeline runs them.
         update_s: seconds of the optimizer's update before the step, on the rank that writes.
+        slow_rank: the rank that the others waited for, by `Stragglers`, and for how many seconds.
         skipped_updates: how many were left out so far, as gradients were not finite.
     """
 
@@ -202,6 +217,8 @@ class StepRecord:
     outside_s: float | None = None
     update_s: float | None = None
     skipped_updates: int | None = None
+    slow_rank: int | None = None
+    slow_s: float | None = None
 
 
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
@@ -221,6 +238,8 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.OUTSIDE: record.outside_s,
         Metric.UPDATE: record.update_s,
         Metric.SKIPPED: record.skipped_updates,
+        Metric.SLOW_RANK: record.slow_rank,
+        Metric.SLOW: record.slow_s,
         Metric.BUBBLE: record.bubble_measured,
         Metric.BUBBLE_PREDICTED: record.bubble_predicted,
     }
@@ -261,12 +280,13 @@ class MetricsLog:
         self._is_first = True
         self.kept: Path | None = None
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: StepRecord, further: Mapping[str, float] | None = None) -> None:
         if self._is_first and record.step == 1:
             self.kept = _kept(self._lines.path)
         self._is_first = False
         metrics = metrics_of(record, world_size=self._world_size)
-        self._lines.append({"step": record.step, "time/unix(s)": round(self._wall(), 3), **metrics})
+        now_s = round(self._wall(), 3)
+        self._lines.append({"step": record.step, Metric.UNIX: now_s, **metrics, **(further or {})})
 
     def close(self) -> None:
         self._lines.close()
@@ -280,7 +300,50 @@ def read_steps(path: Path) -> Records:
     """
     if not path.exists():
         return Records()
-    records = read_json_lines(path)
+    return _each_once(read_json_lines(path))
+
+
+_FIRST_BYTES, _LAST_BYTES = 2**14, 2**19
+"""Of a long file; the last ones are those of a thousand steps or so."""
+
+
+def read_first_and_last(path: Path) -> tuple[Records, int]:
+    """The lines of the steps of a run, and how many steps it has made.
+
+    Of a long file, the first line and the last ones alone: steps have successive numbers.
+    """
+    if not path.is_file() or path.stat().st_size <= _FIRST_BYTES + _LAST_BYTES:
+        steps = read_steps(path)
+        return steps, len({finite(each.get("step"), "step", str(path)) for each in steps})
+    with path.open("rb") as file:
+        first = next(iter(_parsed(file.read(_FIRST_BYTES).split(b"\n")[:1])), None)
+    last = read_last(path)
+    steps = _each_once(Records([*([] if first is None else [first]), *last]))
+    where = str(path)
+    numbers = [finite(each.get("step"), "step", where) for each in (steps[:1] + steps[-1:])]
+    return steps, int(numbers[-1] - numbers[0]) + 1 if numbers else 0
+
+
+def read_last(path: Path, *, most_bytes: int = _LAST_BYTES, having: bytes = b"") -> list[dict[str, Any]]:
+    """The last records of a file, or those of them that have some text; lines that are none are left out."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - most_bytes))
+        lines = file.read(most_bytes).split(b"\n")
+    return list(_parsed(line for line in lines[size > most_bytes :] if having in line))
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(DocumentError):
+            record = parse_json(line.decode(errors="replace"), free_text=True)
+            if isinstance(record, dict):
+                yield record
+
+
+def _each_once(records: Records) -> Records:
     steps = Records()
     steps.left_out = records.left_out
     for record in records:

@@ -25,10 +25,12 @@ from typing import Any, Self
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError
 from shardwright.observe.console import Console, Phase, Progress
-from shardwright.observe.metrics import JsonLines, MetricsLog, StepRecord, metrics_of
+from shardwright.observe.goodput import Goodput
+from shardwright.observe.metrics import JsonLines, MetricsLog, StepRecord, metrics_of, read_last
 from shardwright.observe.plan_text import format_plan_briefly
 from shardwright.observe.recorded_steps import RecordedStep, StepsFile
 from shardwright.observe.run_folder import RunFolder, show_path
+from shardwright.observe.run_record import read_record
 from shardwright.observe.summary import RunTotals, format_end, own_replicas
 from shardwright.observe.timeline import MeasuredEvent, chrome_trace
 from shardwright.observe.trackers import Run, Tracker, Tracking, check_installed, named_trackers
@@ -110,6 +112,7 @@ class Observer:
         if self._written is not None:
             self._metrics = MetricsLog(self._written.metrics_file, world_size=world_size, wall=wall)
             self._events = JsonLines(self._written.events_file)
+        self._goodput = _goodput_of(self._written, wall()) if prints else None
         if prints:
             self._tracking = Tracking(_run(config, self._written, world_size), self._tracker_failed)
             self._tracking.add(named_trackers(config.trackers))
@@ -143,13 +146,15 @@ class Observer:
 
     def step_done(self, record: StepRecord) -> None:
         self._totals.add(record)
+        goodput = {} if self._goodput is None else self._goodput.step_done(record, self._wall())
         if self._metrics is not None:
-            self._metrics.append(record)
+            self._metrics.append(record, goodput)
             if self._totals.steps == 1 and self._metrics.kept is not None:
                 kept = show_path(self._metrics.kept)
                 self.console.status(f"the metrics of the run before in this folder are kept in {kept}")
         if self._tracking is not None and self._tracking.has_any:
-            self._tracking.log(metrics_of(record, world_size=self._world_size), step=record.step)
+            metrics = metrics_of(record, world_size=self._world_size)
+            self._tracking.log({**metrics, **goodput}, step=record.step)
         self._progress.step_done(record)
 
     def recorded(self, step: RecordedStep) -> None:
@@ -179,6 +184,8 @@ class Observer:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something happened that a person may look for later."""
+        if self._goodput is not None:
+            self._goodput.event(kind, fields)
         if self._events is not None:
             now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds")
             self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
@@ -201,6 +208,8 @@ class Observer:
             further = [f"report {show_path(report)}"] if report is not None and report.is_file() else []
             if going_on := self.going_on():
                 further.append(going_on)
+            spent = self._goodput
+            told = [str(spent.spent)] if spent is not None and spent.is_worth_telling else []
             self.console.line(
                 format_end(
                     self._totals,
@@ -208,6 +217,7 @@ class Observer:
                     replicas=own_replicas(self._plan),
                     ended=ended,
                     further=further,
+                    spent=told,
                 )
             )
         self._closed = True
@@ -236,6 +246,12 @@ class Observer:
         num_stages = max((event.action.stage for event in events), default=-1) + 1
         known = tuple(stage.saved_bytes for stage in prediction.stages)
         return known if len(known) >= num_stages else None
+
+
+def _goodput_of(folder: RunFolder | None, now_s: float) -> Goodput:
+    record = None if folder is None else read_record(folder)
+    before = [] if folder is None else read_last(folder.metrics_file)
+    return Goodput(record.begun_s if record is not None and record.begun_s else now_s, before)
 
 
 def _run(config: Config, folder: RunFolder | None, world_size: int) -> Run:

@@ -22,7 +22,7 @@ from pydantic import Field
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import OK, SAVED
 from shardwright.files import Record, UserFile
-from shardwright.observe.metrics import read_json_lines
+from shardwright.observe.metrics import read_last
 from shardwright.observe.run_folder import RunFolder, held, is_name, show_path
 
 RunState = Literal["running", "finished", "saved", "stopped", "failed"]
@@ -31,6 +31,7 @@ RunState = Literal["running", "finished", "saved", "stopped", "failed"]
 _NAME = "run.json"
 _LATEST_S = 253_402_300_799  # the end of the year 9999
 _FIRST_SIGNAL = 128
+_MOST_EVENTS = 2**26
 
 
 class RunRecord(Record):
@@ -113,16 +114,17 @@ def saved_step(folder: RunFolder) -> _SavedStep | None:
     # Here, because a run that begins has none.
     from shardwright.checkpoint.folder import CheckpointFolder
 
-    for root in (folder.path / "checkpoints", _named_by_events(folder)):
-        if root is None:
-            continue
+    def newest_in(root: Path) -> _SavedStep | None:
         try:
             commits = CheckpointFolder(root).commits()
         except CheckpointError:
             return _SavedStep(None, root)
-        if commits:
-            return _SavedStep(commits[-1].step, root)
-    return None
+        return _SavedStep(commits[-1].step, root) if commits else None
+
+    found = newest_in(folder.path / "checkpoints")
+    if found is not None or (named := _named_by_events(folder)) is None:
+        return found
+    return newest_in(named)
 
 
 def go_on(folder: RunFolder, record: RunRecord) -> str:
@@ -170,12 +172,8 @@ def command_of_script(words: Sequence[str], *, settings: Mapping[str, Any], worl
 
 def _named_by_events(folder: RunFolder) -> Path | None:
     """The folder of checkpoints that a script chose itself, as it told last."""
-    if not folder.events_file.is_file():
-        return None
-    try:
-        events = read_json_lines(folder.events_file)
-    except UsageError:
-        return None
+    # Many events tell of something else.
+    events = read_last(folder.events_file, most_bytes=_MOST_EVENTS, having=b"checkpoint_saved")
     named = [event.get("folder") for event in events if event.get("kind") == "checkpoint_saved"]
     return Path(named[-1]) if named and isinstance(named[-1], str) else None
 

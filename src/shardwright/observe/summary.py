@@ -17,15 +17,19 @@ from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.observe.console import format_loss, format_rate
-from shardwright.observe.metrics import Metric, StepRecord, finite, number_or_none, read_steps, to_number
+from shardwright.observe.goodput import Spent
+from shardwright.observe.metrics import Metric, StepRecord, number_or_none, read_first_and_last, to_number
 from shardwright.observe.plan_text import seconds_of_one_process
 from shardwright.observe.run_folder import RunFolder, show_path
+from shardwright.observe.stragglers import told_of_slow
 from shardwright.plan import Plan
 from shardwright.quantities import beside_prediction, format_seconds
 from shardwright.text import align
 
 _LATEST = 1000
 """Steps whose medians are told: those of a long run that began slowly."""
+
+_MOST_SLOW, _TOLD = 3, 0.01
 
 _ALONE = 1.05
 """Less than this is the speed of one process."""
@@ -45,6 +49,8 @@ class RunTotals:
     last_step: int = 0
     loss: float | None = None
     _latest: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_LATEST))
+    _seconds: float = 0.0
+    _slow: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, record: StepRecord) -> None:
         """Counts a step. The first one traces and plans, so it tells nothing of the others."""
@@ -54,6 +60,19 @@ class RunTotals:
         if self.steps == 2:
             self._latest.clear()
         self._latest.append(record)
+        self._seconds += record.seconds
+        if record.slow_rank is not None:
+            self._slow.setdefault(record.slow_rank, []).append(record.slow_s or 0.0)
+
+    def slow_ranks(self) -> list[str]:
+        """The ranks that the others waited for, the one that cost most first, each in a line."""
+        costs = sorted(((sum(each), rank) for rank, each in self._slow.items()), reverse=True)
+        return [
+            f"rank {rank} kept the others waiting in {len(self._slow[rank])} of {self.steps} steps: "
+            f"{format_seconds(lost_s)}, {min(1.0, lost_s / self._seconds):.0%} of their time"
+            for lost_s, rank in costs[:_MOST_SLOW]
+            if lost_s > _TOLD * self._seconds
+        ]
 
     @property
     def step_s(self) -> float:
@@ -87,6 +106,7 @@ def format_end(
     replicas: int | None,
     ended: str = "done",
     further: Sequence[str] = (),
+    spent: Sequence[str] = (),
 ) -> str:
     steps = f"{totals.steps} step{'s' * (totals.steps != 1)}"
     if totals.last_step != totals.steps:
@@ -108,6 +128,7 @@ def format_end(
     lines = [" | ".join([*parts, step])]
     if predicted_s > 0 and measured_s > 0 and plan is not None and totals.steps > 1:
         lines += _why_they_part(totals, plan, measured_s / predicted_s)
+    lines += [f"  {line}" for line in (*totals.slow_ranks(), *spent)]
     if further:
         lines.append("  " + "; ".join(further))
     return "\n".join(lines)
@@ -158,7 +179,8 @@ def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
         return [begin]
     slower = work_s / alone_s
     if slower > _PARTED:
-        return [f"{begin}: units took {slower:.1f} times what they took alone (the machine was busy)"]
+        why = "a rank was slow" if totals.slow_ranks() else "the machine was busy"
+        return [f"{begin}: units took {slower:.1f} times what they took alone ({why})"]
     if slower < 1 / _PARTED:
         return [f"{begin}: units took {slower:.1f} times what they took alone (it was busy then)"]
     if ratio > 1:
@@ -176,6 +198,8 @@ class RunSummary:
         step_predicted_s: the same, as the plan expected it.
         bubble: idle share of the ranks' time, 0 to 1.
         bubble_predicted: the same, as the plan expected it.
+        spent: where its time has gone, lives before included.
+        slow_rank: the rank that the others waited for most, and for which share of the time.
         left_out: a sentence about lines of the metrics that could not be read; empty where all could.
     """
 
@@ -191,6 +215,8 @@ class RunSummary:
     bubble_predicted: float | None = None
     stages: str | None = None
     folder: Path | None = None
+    spent: Spent | None = None
+    slow_rank: str = ""
     left_out: str = ""
 
 
@@ -223,18 +249,17 @@ def summarize(
 ) -> RunSummary:
     """Reads the outcome of a run from its folder."""
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
-    records = read_steps(found.metrics_file)
+    records, num_steps = read_first_and_last(found.metrics_file)
     if not records:
         raise UsageError(
             f"{show_path(found.metrics_file)} holds no step. Run the training first, or name another folder."
         )
     where = show_path(found.metrics_file)
-    steps = {finite(record.get("step"), "step", where) for record in records}
-    steady = records[1:] or records
+    steady = records[1:][-_LATEST:] or records
     tokens = _median(steady, Metric.TOKENS, where)
     plan = Plan.read(found.plan_file) if found.plan_file.exists() else None
     return RunSummary(
-        steps=len(steps),
+        steps=num_steps,
         first_loss=_loss(records[0], where),
         final_loss=_loss(records[-1], where),
         throughput=tokens if tokens is not None else _median(steady, Metric.SAMPLES, where),
@@ -246,6 +271,8 @@ def summarize(
         bubble_predicted=_median(steady, Metric.BUBBLE_PREDICTED, where),
         stages=None if plan is None else plan.table(),
         folder=found.path,
+        spent=Spent.of_metrics(records, where),
+        slow_rank=told_of_slow(records, where),
         left_out=records.left_out,
     )
 
@@ -272,6 +299,10 @@ def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "bubble", f"{summary.bubble:.0%} measured{beside}"
     elif summary.bubble_predicted is not None:
         yield "bubble", f"{summary.bubble_predicted:.0%} predicted"
+    if summary.spent is not None:
+        yield "time", str(summary.spent)
+    if summary.slow_rank:
+        yield "waited for", f"{summary.slow_rank} of the time of the last steps"
 
 
 def _against(measured: str, predicted_s: float | None, measured_s: float) -> str:

@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from shardwright.observe.run_record import (
     read_record,
     saved_step,
 )
+from shardwright.observe.stragglers import Stragglers
 from shardwright.observe.surroundings import surroundings
 from shardwright.observe.timeline import Row, idle_share
 from shardwright.observe.trackers import Tracker
@@ -44,9 +46,10 @@ NO_FOLDER = "off"
 
 log = logging.getLogger(__name__)
 
-FIGURES = ("busy_s", "pipeline_s", "memory_bytes", "records_next")
+FIGURES = ("busy_s", "pipeline_s", "memory_bytes", "records_next", "between_s", "held_up_s")
 """What a rank tells the others of each step: seconds of work, and from the first action to the last; its peak
-of memory; whether it would have the next step recorded, of which the first rank's word counts."""
+of memory; whether it would have the next step recorded, of which the first rank's word counts; seconds from
+the step before to this one; seconds for which its process stood still."""
 
 
 def _unknown() -> None:
@@ -76,6 +79,7 @@ class Reporter:
 
     Attributes:
         calls_steps: a step function was called, to train or to evaluate.
+        begun_s: when this rank began a step, before it waited for others; on `time.perf_counter`.
     """
 
     def __init__(self, context: Context, facts: Facts):
@@ -91,6 +95,11 @@ class Reporter:
         self.calls_steps = False
         self._ends_saved = False
         self._step_s, self._peak_bytes = 0.0, 0
+        self.begun_s = self._ended_s = self._held_up_s = 0.0
+        mesh = context.mesh
+        self._stragglers = Stragglers(
+            [mesh.group_rank("pp", rank) for rank in range(mesh.world_size)], mesh.groups("share")
+        )
         # Scripts that end without shutdown() leave a report, too.
         atexit.register(self.close)
 
@@ -119,6 +128,7 @@ class Reporter:
 
     def plan_made(self, plan: Plan) -> None:
         """The plan is in force; collective."""
+        self._stragglers.follow(plan)
         self.observer.plan_made(plan)
 
     def attention_known(self, table: str) -> None:
@@ -141,7 +151,15 @@ class Reporter:
         number = self.num_steps
         observer = self.observer
         prediction = context.plan.prediction if context.plan else None
-        busy_s, pipeline_s, memory, records_next = list(zip(*figures, strict=True))[: len(FIGURES)]
+        busy_s, pipeline_s, memory, records_next, between_s, held_up_s = list(zip(*figures, strict=True))[
+            : len(FIGURES)
+        ]
+        self._ended_s = time.perf_counter()
+        slow = None
+        if context.rank == 0:
+            slow = self._stragglers.step(
+                number, seconds=seconds, work_s=busy_s, between_s=between_s, held_up_s=held_up_s
+            )
         num_replicas = context.mesh.data
         observer.step_done(
             StepRecord(
@@ -161,8 +179,13 @@ class Reporter:
                 outside_s=step.outside_s or None,
                 update_s=self._facts.update_s(),
                 skipped_updates=skipped or None,
+                slow_rank=None if slow is None else slow.rank,
+                slow_s=None if slow is None else slow.excess_s,
             )
         )
+        if slow is not None and slow.told:
+            observer.event("slow_rank", step=number, slow=slow.rank, seconds=slow.excess_s, told=slow.told)
+            observer.status(slow.told)
         if self._model_is_unknown:
             self._model_is_unknown = False
             _note_libraries()
@@ -213,7 +236,11 @@ class Reporter:
         """This rank's `FIGURES` of the step that ends."""
         busy_s = sum(end_s - start_s - waited_s for _, start_s, end_s, waited_s in row)
         pipeline_s = row[-1][2] - row[0][1] if row else 0.0
-        return [busy_s, pipeline_s, peak_memory(), self._recording.asks_after(self.num_steps + 1)]
+        between_s = self.begun_s - self._ended_s if self._ended_s else 0.0
+        pulse = self._context.watch.pulse
+        told_s, self._held_up_s = self._held_up_s, pulse.held_up_s if pulse is not None else 0.0
+        asks = self._recording.asks_after(self.num_steps + 1)
+        return [busy_s, pipeline_s, peak_memory(), asks, between_s, self._held_up_s - told_s]
 
     # ---- inside ----
 

@@ -71,6 +71,7 @@ class StepEnd:
             edges=merged_edges(programs) if self.watches_memory and schedule is not None else (),
         )
         seconds = time.perf_counter() - begun_s
+        reporter.begun_s = begun_s
         figures = reporter.figures_of(record.row)
         own = torch.tensor(figures, dtype=torch.float64, device=self._context.device)
         rows = own[None] if world is None else world.gather(own, Purpose.FIGURES)

@@ -8,7 +8,9 @@ from observe.plans import two_stage_plan
 
 from cli.calling import call
 from shardwright.observe import MetricsLog, RunFolder, StepRecord
+from shardwright.observe.goodput import Spent
 from shardwright.observe.run_record import RunRecord
+from shardwright.observe.summary import summarize
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_runs_are_listed_the_oldest_first(capsys, folder):
     code, out, err = call(capsys, "runs")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[1] == ["first", "-", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%"]
+    assert lines[1] == ["first", "-", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%", "-"]
     assert lines[2] == ["second", "-", "no", "step", "done"]
     assert lines[3][0] == "third"
     assert "is no JSON" in out.splitlines()[3]
@@ -96,3 +98,44 @@ def test_a_run_has_a_state(capsys, folder, state, step, told):
     _, out, _ = call(capsys, "runs", "--json")
     (row,) = (each for each in json.loads(out) if each["folder"].endswith("first"))
     assert (row["state"], row["saved_step"], row["command"]) == (state, step, "shardwright run train.py")
+
+
+def test_a_run_with_a_slow_rank_and_restarts_says_so(capsys, folder):
+    spent = Spent(productive_s=60, starts_s=30, lost_s=10, lost_steps=4, restarts=1)
+    log = MetricsLog(folder / "runs" / "second" / "metrics.jsonl", world_size=2)
+    for step in range(1, 5):
+        record = StepRecord(step=step, seconds=1.0, samples=4, slow_rank=1, slow_s=0.4)
+        log.append(record, spent.to_metrics())
+    log.close()
+    _, out, _ = call(capsys, "runs")
+    lines = out.splitlines()
+    assert lines[0].split()[-2:] == ["productive", "slow"]
+    assert lines[2].split()[-4:] == ["60%", "rank", "1:", "40%"]
+    _, out, _ = call(capsys, "show", "runs/second")
+    assert "  time        productive 60% of 1m40s: starts 30.0 s, lost 10.0 s (4 steps, 1 restart)\n" in out
+    assert "  waited for  rank 1: 40% of the time of the last steps\n" in out
+    _, out, _ = call(capsys, "runs", "--json")
+    (second,) = (run for run in json.loads(out) if run["folder"].endswith("second"))
+    assert second["spent"]["restarts"] == 1
+    assert second["spent"]["productive_share"] == 0.6
+    assert second["slow_rank"] == "rank 1: 40%"
+
+
+def test_of_a_long_run_the_ends_alone_are_read(tmp_path):
+    """The middle may be anything: nobody looks there."""
+    path = tmp_path / "runs" / "long" / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    log = MetricsLog(path, world_size=1)
+    for step in range(1, 8001):
+        log.append(
+            StepRecord(step=step, seconds=3.0 if step < 4000 else 1.0, samples=8, loss=9.0 - step / 1000)
+        )
+    log.close()
+    middle = path.stat().st_size // 3
+    with path.open("r+b") as file:
+        file.seek(middle)
+        file.write(b"x" * 1000)
+    summary = summarize(tmp_path / "runs" / "long")
+    assert (summary.steps, summary.step_s, summary.throughput) == (8000, 1.0, 8.0)
+    assert (summary.first_loss, summary.final_loss) == (8.999, 1.0)
+    assert summary.left_out == ""

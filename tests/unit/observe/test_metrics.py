@@ -71,5 +71,5 @@ def test_a_lost_loss_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(Metric))
 def test_names_are_group_name_unit(name: str) -> None:
     assert re.fullmatch(
-        r"(train|time|throughput|memory|communication|pipeline)/[a-z_]+(\([A-Za-z1/]+\))?", name
+        r"(train|time|throughput|memory|communication|pipeline|goodput|ranks)/[a-z_]+(\([A-Za-z1/]+\))?", name
     )

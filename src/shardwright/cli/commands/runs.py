@@ -35,8 +35,22 @@ def runs(run_dir: RunDir = Path("runs"), as_json: AsJson = False) -> None:
     elif not found:
         show_text(f"no runs in {run_dir}")
     else:
-        header = ["run", "state", "steps", "loss", "speed", "step", "predicted", "bubble"]
-        show_text(align([header, *(_row(folder, summary) for folder, summary in found)]))
+        header = [
+            "run",
+            "state",
+            "steps",
+            "loss",
+            "speed",
+            "step",
+            "predicted",
+            "bubble",
+            "productive",
+            "slow",
+        ]
+        rows = [_row(folder, summary) for folder, summary in found]
+        if not any(row[-1] for row in rows):
+            header, rows = header[:-1], [row[:-1] for row in rows]
+        show_text(align([header, *rows]))
 
 
 def _summary(folder: Path) -> RunSummary | str:
@@ -75,7 +89,7 @@ def _state(folder: Path) -> str:
 
 def _row(folder: Path, summary: RunSummary | str) -> list[str]:
     if isinstance(summary, str):
-        return [folder.name, _state(folder), summary, *[""] * 5]
+        return [folder.name, _state(folder), summary, *[""] * 7]
 
     def shown(value: float | None, form: str) -> str:
         if value is None:
@@ -94,6 +108,8 @@ def _row(folder: Path, summary: RunSummary | str) -> list[str]:
         shown(summary.step_s, "s"),
         shown(summary.step_predicted_s, "s"),
         shown(summary.bubble, "%"),
+        shown(None if summary.spent is None else summary.spent.share, "%"),
+        summary.slow_rank,
     ]
 
 
@@ -104,8 +120,11 @@ def summary_document(summary: RunSummary) -> dict[str, Any]:
     >>> document["samples_per_s"], "stages" in document
     (8.0, False)
     """
+    spent = (
+        {} if summary.spent is None else {"productive_share": summary.spent.share, **asdict(summary.spent)}
+    )
     rate = "tokens_per_s" if summary.throughput_unit == "tok/s" else "samples_per_s"
-    document = asdict(summary)
+    document = {**asdict(summary), "spent": spent or None, "slow_rank": summary.slow_rank or None}
     for name in ("stages", "throughput_unit"):
         del document[name]
     document[rate] = document.pop("throughput")

@@ -10,26 +10,29 @@ Temporaries of an operation are gone at the end of its action, so the prediction
 without them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.files import UserFile
 from shardwright.mesh import Mesh
-from shardwright.observe.metrics import read_json_lines
+from shardwright.observe.goodput import Spent
+from shardwright.observe.metrics import read_json_lines, read_last
 from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, StepMetrics, simulated_spans
 from shardwright.observe.report.parts import Compared
 from shardwright.observe.report.verdict import typical_step_s
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record
+from shardwright.observe.stragglers import told_of_slow
 from shardwright.observe.surroundings import without_secrets
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.replay import Replay
 
+_T = TypeVar("_T")
 _UNSHOWN = frozenset({"run_dir", "run_name", "ignored"})
 
 
@@ -40,6 +43,8 @@ class RunFacts:
     Attributes:
         microbatches: how they were run at its end.
         begun: when it began or went on last, in UTC.
+        spent: where its time has gone.
+        slow_rank: the rank that the others waited for most, and for which share of their time.
         machine: host, device, cores, system; by name.
         settings: those that are not the defaults, by name.
     """
@@ -49,6 +54,8 @@ class RunFacts:
     state: str = ""
     microbatches: str = ""
     begun: str = ""
+    spent: str = ""
+    slow_rank: str = ""
     machine: Mapping[str, str]
     versions: Mapping[str, str]
     commit: str = ""
@@ -61,6 +68,8 @@ class RunFacts:
             ("command", self.command),
             ("state", self.state),
             ("begun", self.begun),
+            ("time", self.spent),
+            ("waited for", self.slow_rank),
             ("model", self.model),
             ("microbatches", self.microbatches),
             *self.machine.items(),
@@ -75,6 +84,7 @@ def read_facts(folder: RunFolder) -> RunFacts:
     """What the files of a run tell; a file that cannot be read tells nothing."""
     record = read_record(folder)
     surroundings = _events(folder)
+    last = read_last(folder.metrics_file)
     begun_s = 0.0 if record is None else record.begun_s
     command = "" if record is None else record.command or " ".join((record.script, *record.arguments))
     return RunFacts(
@@ -84,11 +94,20 @@ def read_facts(folder: RunFolder) -> RunFacts:
         # A run writes its report before its launcher writes how it ended.
         state="" if record is None or record.state == "running" else record.state,
         begun=datetime.fromtimestamp(begun_s, UTC).strftime("%Y-%m-%d %H:%M UTC") if begun_s else "",
+        spent=str(_read(Spent.of_metrics, last) or ""),
+        slow_rank=_read(told_of_slow, last) or "",
         machine=_texts(surroundings.get("machine")),
         versions=_texts(surroundings.get("versions")),
         commit=_text(surroundings.get("commit")),
         settings=_settings(folder),
     )
+
+
+def _read(what: Callable[[Sequence[dict[str, Any]]], _T], lines: Sequence[dict[str, Any]]) -> _T | None:
+    try:
+        return what(lines)
+    except UsageError:
+        return None
 
 
 def _events(folder: RunFolder) -> dict[str, Any]:

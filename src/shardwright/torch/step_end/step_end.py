@@ -218,7 +218,8 @@ class _Column(IntEnum):
     """The columns of a rank's row; values that may be on a GPU come last.
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
-    bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``TRAINED`` is a digest
+    bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``BETWEEN_S`` is what the
+    script took between two steps, ``HELD_UP_S`` what its process stood still. ``TRAINED`` is a digest
     of which parameters are trained, ``SAMPLES`` one of the batch; ``WEIGHT`` is the sum of the weights of
     losses; ``SCALED`` is the script's factor on gradients; from ``NUMBERS`` on come digests of what
     optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
@@ -228,16 +229,18 @@ class _Column(IntEnum):
     PIPELINE_S = 1
     MEMORY = 2
     RECORDS = 3
-    TRAINED = 4
-    SAMPLES = 5
-    WEIGHT = 6
-    SCALED = 7
-    NUMBERS = 8
-    COMMON_NUMBERS = 9
-    DEVICE_NUMBERS = 10
-    COMMON_DEVICE_NUMBERS = 11
-    LOSS = 12
-    GRADIENTS = 13
+    BETWEEN_S = 4
+    HELD_UP_S = 5
+    TRAINED = 6
+    SAMPLES = 7
+    WEIGHT = 8
+    SCALED = 9
+    NUMBERS = 10
+    COMMON_NUMBERS = 11
+    DEVICE_NUMBERS = 12
+    COMMON_DEVICE_NUMBERS = 13
+    LOSS = 14
+    GRADIENTS = 15
 
 
 class StepEnd:
@@ -293,7 +296,10 @@ class StepEnd:
         return total / len(rows)
 
     def figures_of(self, batch: Batch) -> Figures:
-        """Gives the row of this rank, but for the losses, as soon as gradients are done."""
+        """Gives the row of this rank, but for the losses, as soon as gradients are done; a step begins."""
+        reporter = self._context.reporter
+        assert isinstance(reporter, Reporter)
+        reporter.begun_s = time.perf_counter()
 
         def of(row: Row | None) -> list[float]:
             if row is None:

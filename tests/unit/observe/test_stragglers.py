@@ -1,0 +1,135 @@
+"""Who is named as slow, and who is not: steps that are made up, on made-up ranks."""
+
+import random
+
+import pytest
+
+from observe.plans import two_stage_plan
+from shardwright.observe.stragglers import Stragglers, told_of_slow
+
+
+@pytest.fixture
+def two_stages():
+    return two_stage_plan()
+
+
+def run(judge, steps, *, seconds=0.5, first=1):
+    """Feeds steps of (work, between, held up) by rank; returns what was told, and the slow steps."""
+    told, slow = [], []
+    for number, (work_s, between_s, held_up_s) in enumerate(steps, first):
+        found = judge.step(
+            number,
+            seconds=seconds,
+            work_s=work_s,
+            between_s=between_s,
+            held_up_s=held_up_s or [0.0] * len(work_s),
+        )
+        if found is not None:
+            slow.append((number, found.rank, found.excess_s))
+            told += [found.told] if found.told else []
+    return told, slow
+
+
+def usual(num, ranks=2, spread=0.02, seed=1):
+    draw = random.Random(seed)
+    return [
+        ([0.4 * draw.uniform(1 - spread, 1 + spread) for _ in range(ranks)], [0.0] * ranks, None)
+        for _ in range(num)
+    ]
+
+
+def test_ranks_that_work_alike_are_not_accused():
+    assert run(Stragglers([0, 0]), usual(200, spread=0.1)) == ([], [])
+
+
+def test_a_busy_machine_accuses_nobody():
+    """Each rank is slow now and then, by the luck of who shares its core."""
+    for seed in range(20):
+        assert run(Stragglers([0, 1]), usual(300, spread=0.5, seed=seed))[0] == []
+
+
+def test_a_host_on_which_all_become_slow_accuses_nobody():
+    slow = [([3 * each for each in work], between, held) for work, between, held in usual(50)]
+    assert run(Stragglers([0, 1]), usual(50) + slow, seconds=1.3)[0] == []
+
+
+@pytest.mark.parametrize("pipeline_rank", [[0, 0, 0], [0, 1, 2]])
+@pytest.mark.parametrize("between", [True, False])
+def test_a_rank_that_becomes_slow_is_named_once_and_again_when_it_is_over(pipeline_rank, between):
+    late = [
+        ([a, b + 0.4 * (not between), c], [0.0, 0.4 * between, 0.0], None) for (a, b, c), _, _ in usual(40, 3)
+    ]
+    steps = usual(20, 3) + late + usual(20, 3)
+    told, slow = run(Stragglers(pipeline_rank), steps, seconds=0.9)
+    assert len(told) == 2
+    assert told[0].startswith("rank 1 keeps the others waiting since step 2")
+    assert "% of a step" in told[0]
+    assert ("between the steps" in told[0]) is between
+    assert told[1] == "rank 1 is as fast as the others again"
+    in_force = [(rank, excess_s) for number, rank, excess_s in slow if 35 < number < 60]
+    assert {rank for rank, _ in in_force} == {1}
+    assert all(0.3 < excess_s < 0.5 for _, excess_s in in_force)
+
+
+def test_replicas_of_which_one_is_slow_from_the_start():
+    steps = [([0.2, 0.2, 0.6, 0.2], [0.0] * 4, None)] * 30
+    told, _ = run(Stragglers([0, 0, 0, 0]), steps, seconds=0.7)
+    assert told[0].startswith(
+        "rank 2 keeps the others waiting since step 4: 400 ms more than its due, 57% of"
+    )
+
+
+def test_stages_of_different_work_are_judged_by_the_plan(two_stages):
+    judge = Stragglers([0, 1])
+    judge.follow(two_stages)
+    weights = judge._weights
+    steps = [([weights[0] * 100, weights[1] * 100], [0.0, 0.0], None)] * 60
+    assert run(judge, steps, seconds=1.0)[0] == []
+    judge = Stragglers([0, 1])
+    judge.follow(two_stages)
+    steps = [([weights[0] * 100, weights[1] * 100 + 0.9], [0.0, 0.0], None)] * 60
+    told, _ = run(judge, steps, seconds=1.5)
+    assert told[0].startswith("rank 1 keeps the others waiting since step 4")
+
+
+def test_ranks_that_share_layers_wait_inside_of_their_work():
+    """The rank that comes late has waited for nobody; the other one's work contains its wait."""
+    steps = usual(20) + [([0.8, 0.4], [0.0, 0.4], None)] * 30
+    told, _ = run(Stragglers([0, 0], [(0, 1)]), steps, seconds=0.8)
+    assert told[0].startswith("rank 1 keeps the others waiting")
+    assert "between the steps" in told[0]
+
+
+def test_a_process_that_stood_still_is_named_at_once():
+    steps = [*usual(20), ([0.4, 2.4], [0.0, 0.0], [0.0, 1.8]), *usual(20)]
+    told, slow = run(Stragglers([0, 1]), steps)
+    (line,) = told
+    assert line.startswith("rank 1 paused for 2.0")
+    assert "about step 21" in line
+    assert "stood still" in line
+    assert [number for number, *_ in slow] == [21]
+
+
+def test_a_host_that_stood_still_is_no_rank_s_fault():
+    steps = [*usual(20), ([2.4, 2.4], [0.0, 0.0], [1.8, 1.8]), *usual(20)]
+    assert run(Stragglers([0, 1]), steps)[0] == []
+
+
+def test_pauses_are_told_three_times_at_most():
+    paused = [([0.4, 0.4], [2.0, 0.0], None), *usual(30)]
+    told, slow = run(Stragglers([0, 1]), usual(20) + 5 * paused)
+    assert len(told) == 3
+    assert told[0].startswith("rank 0 paused for 2.00 s about step 21")
+    assert len(slow) == 5
+
+
+def test_a_single_rank_has_nobody_to_keep_waiting():
+    assert run(Stragglers([0]), usual(20, 1)) == ([], [])
+
+
+def test_the_rank_that_cost_most_is_told_of_a_run():
+    steps = [{"time/step(s)": 1.0} for _ in range(6)]
+    for step, rank in zip(steps, (0, 1, 1), strict=False):
+        step |= {"ranks/slow(rank)": rank, "ranks/slow(s)": 0.5}
+    assert told_of_slow(steps) == "rank 1: 17%"
+    assert told_of_slow(steps[3:]) == ""
