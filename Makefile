@@ -1,6 +1,7 @@
 # make test PYTHON=python3.12          another interpreter
 # make test TEST_WORKERS=8              tests at a time
 # make test CPU_BUDGETS=yes            fail where a suite takes more CPU seconds than it may, as CI does
+# make soak MINUTES=5                  for so long, and not for 30 minutes
 # make test PIP_ARGS='--no-index -f /path/to/wheels'   options for pip, for example another source of packages
 
 PYTHON ?= python3
@@ -27,7 +28,7 @@ TENSORFLOW_STAMP := $(TENSORFLOW_VENV)/installed-for-$(PYTHON_VERSION)
 
 DOCS_STAMP := $(VENV)/docs-installed-for-$(PYTHON_VERSION)
 
-.PHONY: help test test-library test-thorough test-thorough-tensorflow test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
+.PHONY: help test test-library test-thorough test-thorough-tensorflow test-all test-jobs test-compat test-trainer test-tensorflow check sweep soak demo demo-tensorflow docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +42,7 @@ help:
 	@echo 'make test-all   all of these'
 	@echo 'make check   lint, types, layers'
 	@echo 'make sweep   the long, exhaustive tests'
+	@echo 'make soak    faults at random for MINUTES=30, with restarts; then: as an undisturbed run, bit by bit?'
 	@echo 'make demo    train a small GPT on two ranks'
 	@echo 'make demo-tensorflow   train a small Keras GPT on one rank and on two'
 	@echo 'make docs    the pages as a site in build/site, with every link checked'
@@ -105,6 +107,10 @@ check: $(STAMP)
 sweep: $(STAMP) $(TENSORFLOW_STAMP)
 	$(BIN)/python -m pytest -m sweep tests
 	$(TENSORFLOW_VENV)/bin/python -m pytest -m sweep tests/on_tensorflow
+
+MINUTES ?= 30
+soak: $(STAMP)
+	$(BIN)/python benchmarks/faults.py --soak $(MINUTES)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
