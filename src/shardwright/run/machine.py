@@ -117,14 +117,24 @@ def seconds_of_products(device: torch.device) -> float:
     """The median of some matrix products, while all ranks do the same."""
     size = _PRODUCT_SIZE[device.type == "cuda"]
     matrix = torch.ones(size, size, device=device)
+    return statistics.median(seconds_of(lambda: matrix @ matrix, device, runs=_PRODUCTS))
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, *, runs: int) -> list[float]:
+    """Seconds of some calls behind a first one, which warms up."""
     times = []
-    for _ in range(1 + _PRODUCTS):  # the first warms up
+    for _ in range(1 + runs):
+        _wait(device)
         start = time.perf_counter()
-        matrix @ matrix
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        call()
+        _wait(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return times[1:]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
@@ -179,8 +189,7 @@ def _time_messages(
         start, worked = time.perf_counter(), time.process_time()
         if transport is not None:
             _to_and_fro(transport, message, begins=context.rank == first)
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
+        _wait(context.device)
         times.append((time.perf_counter() - start) / 2)
         busy_times.append((time.process_time() - worked) / 2)
     measured = (min(times[1:]), statistics.median(busy_times[1:]))  # the first one opens the connection

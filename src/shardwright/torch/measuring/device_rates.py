@@ -18,7 +18,7 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.placement import WHOLE, Cut, PartialSum
 from shardwright.plan import TensorPrices
 from shardwright.run.context import Context
-from shardwright.run.machine import UpdateCosts, seconds_of_products
+from shardwright.run.machine import UpdateCosts, seconds_of, seconds_of_products
 from shardwright.torch.tensor_parallel.divide import tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import divided
 from shardwright.torch.tensor_parallel.group import Prices
@@ -102,15 +102,8 @@ def _some_operations(tensor: torch.Tensor, weight: torch.Tensor) -> None:
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The median of some calls, which all ranks begin together."""
-    times = []
     dist.barrier()
-    for _ in range(1 + _RUNS):  # the first warms up
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median(seconds_of(call, device, runs=_RUNS))
 
 
 log = logging.getLogger(__name__)
@@ -154,16 +147,9 @@ def _parameter(num_elements: int, device: torch.device) -> nn.Parameter:
 
 def _update_s(parameters: list[nn.Parameter], like: Optimizer | None) -> float:
     """The least of some updates: what else runs on the machine is no part of it."""
-    device = parameters[0].device
     optimizer = AdamW(parameters) if like is None else type(like)(parameters, **_settings_of(like))
-    times = []
-    for _ in range(1 + _UPDATES):  # the first makes its state
-        _wait(device)
-        start = time.perf_counter()
-        optimizer.step()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    # The first makes its state.
+    return min(seconds_of(lambda: optimizer.step(), parameters[0].device, runs=_UPDATES))
 
 
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -172,8 +158,3 @@ def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
     names = {parameter.name for parameter in taken}
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken)
     return {name: value for name, value in optimizer.defaults.items() if takes_all or name in names}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -116,6 +116,7 @@ def _measured(sample: Sample, *, device: torch.device, share_cores: bool, others
     wholes: list[_Seconds] = []
     parts: list[_Seconds] = []
     clock = Clock(device, share_cores=share_cores)
+    empty_s = _empty_backward_s(clock)
     others = torch.zeros(
         min(others_bytes, _MOST_OTHERS_BYTES) if device.type == "cpu" else 0, dtype=torch.uint8
     )
@@ -125,7 +126,7 @@ def _measured(sample: Sample, *, device: torch.device, share_cores: bool, others
                 if split <= can_be_split:
                     others.add_(1)
                     allow_split(split)
-                    found.append(_run_once(func, sample, clock, split=split))
+                    found.append(_run_once(func, sample, clock, empty_s, split=split))
     finally:
         allow_split(True)
         if isinstance(func, nn.Module):  # a split one refers to itself: its weights would stay for a while
@@ -150,8 +151,9 @@ def _run_once(
     func: Callable[..., Any],
     sample: Sample,
     clock: Clock,
+    empty_s: float,
     *,
-    split: bool = False,
+    split: bool,
 ) -> _Seconds:
     args, kwargs = sample.structure.rebuild([_input_like(leaf, clock.device) for leaf in sample.leaves])
     with autocast_as(sample.autocast):
@@ -162,7 +164,6 @@ def _run_once(
     if not roots:
         return forward_s, 0.0, 0.0
     gradients = [torch.ones_like(root) for root in roots]
-    empty_s = _empty_backward_s(clock)
     start = clock.now()
     if not split:
         torch.autograd.backward(roots, gradients)
@@ -183,14 +184,14 @@ def _input_like(leaf: Any, device: torch.device) -> Any:
 
 def _empty_backward_s(clock: Clock) -> float:
     """Seconds of calling autograd: a stage does it once, and not once a unit."""
-    seconds = 0.0
-    for _ in range(2):  # the first warms up
+    found = []
+    for _ in range(_RUNS):
         root = torch.ones((), device=clock.device, requires_grad=True) * 1.0
         gradient = torch.ones_like(root)
         start = clock.now()
         torch.autograd.backward([root], [gradient])
-        seconds = clock.now() - start
-    return seconds
+        found.append(clock.now() - start)
+    return statistics.median(found)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
