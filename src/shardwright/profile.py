@@ -6,7 +6,11 @@ shapes) cost the same and are measured once.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from shardwright.files.user_file import Bytes, Seconds
 
 Provenance = Literal["measured", "estimated"]
 
@@ -29,12 +33,12 @@ class Cost:
     Cost(forward_s=2.0, backward_s=5.0, weight_s=1.0, saved_bytes=8, weight_bytes=None, input_s=4.5)
     """
 
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
-    saved_bytes: int = 0
-    weight_bytes: int | None = None
-    input_s: float | None = None
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_s: Seconds = 0.0
+    saved_bytes: Bytes = 0
+    weight_bytes: Bytes | None = None
+    input_s: Seconds | None = None
 
     @property
     def rest_s(self) -> float:
@@ -86,12 +90,12 @@ class UnitCost(Cost):
         spread: relative spread of the measured seconds (interquartile range / median).
     """
 
-    input_bytes: int = 0
-    work_bytes: int = 0
-    split_work_bytes: int | None = None
-    flops: int = 0
+    input_bytes: Bytes = 0
+    work_bytes: Bytes = 0
+    split_work_bytes: Bytes | None = None
+    flops: Annotated[int, Field(ge=0, le=10**30)] = 0
     provenance: Provenance = "estimated"
-    spread: float = 0.0
+    spread: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,14 @@ data-sheet or measured rates, and the number of each.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardwright.files.user_file import Bytes, NonNegative, Positive, Seconds
+from shardwright.quantities import MOST_RANKS_OF_HOST
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +33,13 @@ class Device:
 
     name: str
     family: str = ""
-    memory_bytes: int = 0
-    flops_per_s: float = 5e10
-    reached: float = 0.7
-    memory_Bps: float = 1e10
-    overhead_s: float = 2e-5
-    update_Bps: float = 0.0
-    update_s: float = 0.0
+    memory_bytes: Bytes = 0
+    flops_per_s: Positive = 5e10
+    reached: Share = 0.7
+    memory_Bps: Positive = 1e10
+    overhead_s: Seconds = 2e-5
+    update_Bps: NonNegative = 0.0
+    update_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +53,9 @@ class Link:
             near 1 for ranks of one host that talk over sockets, 0 where the network card does the work.
     """
 
-    latency_s: float
-    bandwidth_Bps: float
-    occupancy: float = 0.0
+    latency_s: Seconds
+    bandwidth_Bps: Positive
+    occupancy: Share = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bandwidth_Bps
@@ -68,10 +75,10 @@ class HostCosts:
         operation_s: of an operation between units, of the whole step function.
     """
 
-    step_s: float
-    action_s: float
-    unit_s: float = 0.0
-    operation_s: float = 0.0
+    step_s: Seconds
+    action_s: Seconds
+    unit_s: Seconds = 0.0
+    operation_s: Seconds = 0.0
 
     def script_s(self, *, units: int, operations: int) -> float:
         """What the step function takes for a microbatch beside computing."""
@@ -96,14 +103,14 @@ class Cluster:
     """
 
     device: Device
-    ranks_per_node: int
-    cores_per_node: int = 0
+    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS_OF_HOST)]
+    cores_per_node: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
     intra_node: Link
     inter_node: Link
     host: Link | None = None
     host_costs: HostCosts | None = None
     loop_costs: HostCosts | None = None
-    slowness: tuple[float, ...] = ()
+    slowness: tuple[Positive, ...] = ()
 
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two world ranks, which are numbered host by host."""

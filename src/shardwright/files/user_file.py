@@ -35,7 +35,7 @@ from pydantic import (
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.files.documents import DocumentError, parse_json, parse_yaml
 from shardwright.problems import describe, field_names, join
-from shardwright.quantities import parse_bytes
+from shardwright.quantities import MOST_BYTES, parse_bytes
 from shardwright.text import control_in, printable
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -220,6 +220,8 @@ def _kinds(annotation: Any) -> Any:
 
 
 Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]  # more are a mistake, as of one unit or message
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 
 

@@ -16,11 +16,10 @@ say so.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import inf
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationInfo, field_validator
+from pydantic import Field
 
 from shardwright import __version__
 from shardwright.cluster import Cluster, Device
@@ -29,11 +28,9 @@ from shardwright.costs import calibration_of
 from shardwright.costs.links import RankRates
 from shardwright.errors import ConfigError, PlanError
 from shardwright.files import Record, UserFile, replace_file
-from shardwright.files.user_file import NonNegative, Positive
 from shardwright.model_graph import ModelGraph, Node, Work
-from shardwright.plan import CostRecord
 from shardwright.profile import Profile, UnitCost
-from shardwright.quantities import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST, counted
+from shardwright.quantities import MOST_RANKS, counted
 from shardwright.text import shortened
 
 NOT_CUT_FURTHER = "not cut further"
@@ -195,118 +192,27 @@ def _estimate(graph: ModelGraph, node: Node, rates: RankRates, overhead_s: float
     )
 
 
-_MOST_S = 1e6  # days for one unit are a mistake
-Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
-Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
-Flops = Annotated[int, Field(ge=0, le=10**30)]
-Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredProfile:
-    """The measured costs of a model's units on some machines.
+class MeasuredProfile(Record):
+    """The measured costs of a model's units on some machines; the file has these fields.
 
     Attributes:
         fingerprint: of the model, as plans have it.
     """
 
+    format: Literal["shardwright-profile"] = "shardwright-profile"
+    version: Literal[1] = 1
+    created_by: str = f"shardwright {__version__}"
     fingerprint: str
-    costs: Mapping[str, UnitCost]
-    cluster: Cluster
-    num_ranks: int
+    num_ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     when: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "format": "shardwright-profile",
-            "version": 1,
-            "created_by": f"shardwright {__version__}",
-            "fingerprint": self.fingerprint,
-            "num_ranks": self.num_ranks,
-            "when": self.when,
-            "cluster": asdict(self.cluster),
-            "costs": {key: asdict(cost) for key, cost in self.costs.items()},
-        }
+    cluster: Cluster
+    costs: dict[str, UnitCost]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        document = _Document.model_validate(self.to_dict())
-        replace_file(path, document.model_dump_json(indent=1) + "\n")
+        replace_file(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "MeasuredProfile":
         advice = "shardwright profile makes it anew"
         file = UserFile(path, what="profile", error=ConfigError, advice=advice)
-        found = file.model(_Document, file.read_json())
-        return cls(
-            fingerprint=found.fingerprint,
-            costs={key: UnitCost(**cost.model_dump()) for key, cost in found.costs.items()},
-            cluster=TypeAdapter(Cluster).validate_python(found.cluster.model_dump()),
-            num_ranks=found.num_ranks,
-            when=found.when,
-        )
-
-
-class _Link(Record):
-    latency_s: Seconds
-    bandwidth_Bps: Positive
-    occupancy: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-
-class _Device(Record):
-    name: str
-    family: str = ""
-    memory_bytes: Bytes
-    flops_per_s: Positive
-    reached: Annotated[float, Field(gt=0, le=1)] = 0.7
-    memory_Bps: Positive
-    overhead_s: Seconds
-    update_Bps: NonNegative = 0.0
-    update_s: Seconds = 0.0
-
-
-class _HostCosts(Record):
-    step_s: Seconds
-    action_s: Seconds
-    unit_s: Seconds = 0.0
-    operation_s: Seconds = 0.0
-
-
-class _Cluster(Record):
-    device: _Device
-    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS_OF_HOST)]
-    cores_per_node: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)]
-    intra_node: _Link
-    inter_node: _Link
-    host: _Link | None = None
-    host_costs: _HostCosts | None = None
-    loop_costs: _HostCosts | None = None
-    slowness: tuple[Positive, ...] = ()
-
-
-class _Cost(CostRecord):
-    input_bytes: NonNegativeInt = 0
-    work_bytes: NonNegativeInt = 0
-    split_work_bytes: NonNegativeInt | None = None
-    flops: Flops = 0
-    provenance: Literal["measured", "estimated"] = "measured"
-    spread: Seconds = 0.0
-
-    @field_validator("*")
-    @classmethod
-    def _of_one_call(cls, value: Any, info: ValidationInfo) -> Any:
-        name = str(info.field_name)
-        most = _MOST_S if name.endswith("_s") else MOST_BYTES if name.endswith("_bytes") else inf
-        if isinstance(value, int | float) and value > most:
-            raise ValueError(f"it must be at most {most}")
-        return value
-
-
-class _Document(Record):
-    format: Literal["shardwright-profile"]
-    version: Literal[1]
-    created_by: str
-    fingerprint: str
-    num_ranks: Ranks
-    when: str
-    cluster: _Cluster
-    costs: dict[str, _Cost]
+        return file.model(cls, file.read_json())

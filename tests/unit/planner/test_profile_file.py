@@ -8,7 +8,7 @@ import pytest
 from shardwright.cluster import Cluster, Device, HostCosts, Link
 from shardwright.errors import ConfigError
 from shardwright.plan import CostRecord
-from shardwright.planner.profiles import MeasuredProfile, _Cost
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.profile import Cost, UnitCost
 
 
@@ -72,4 +72,3 @@ def test_a_file_that_is_cut_off_or_missing(profile, tmp_path):
 def test_files_have_all_that_costs_have():
     """A field of a cost that a file lacks would be lost on the way."""
     assert {field.name for field in fields(Cost)} == set(CostRecord.model_fields)
-    assert {field.name for field in fields(UnitCost)} == set(_Cost.model_fields)

@@ -91,7 +91,7 @@ def profile(
         return  # the host of rank 0 has the file
     found = MeasuredProfile.read(output)
     if as_json:
-        print_json({"file": str(output), "profile": found.to_dict()})
+        print_json({"file": str(output), "profile": found.model_dump(mode="json")})
     else:
         show_text(_text(found))
         say(f"wrote {output}: shardwright plan {factory} -n {num_ranks} --profile {output}")
