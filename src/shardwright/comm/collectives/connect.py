@@ -25,29 +25,48 @@ log = logging.getLogger(__name__)
 
 declare(Prices)
 
+_UNREADABLE = (
+    "what rank {rank} of the group tells in the store cannot be read: {problem}. It runs another version of "
+    "Shardwright, or a stranger who reaches the store has written in its place."
+)
+
 
 def tell_all_through(store: Store, rank: int, num_ranks: int) -> Callable[[Any], list[Any]]:
-    """A function that sends a fact (as `codec` takes it) to all ranks, and returns each rank's, by rank."""
+    """A function that sends a fact (as `codec` takes it) to all ranks, and returns each rank's, by rank.
+
+    Rank 0 reads them all, and the others read what it has written: two questions to the store a rank.
+    """
     calls = 0
 
     def tell_all(fact: Any) -> list[Any]:
         nonlocal calls
         keys = [f"{calls}/{other}" for other in range(num_ranks)]
         calls += 1
-        store.set(keys[rank], encode(fact))  # type: ignore[arg-type]
-        return [_fact(store.get(key), other) for other, key in enumerate(keys)]
+        own = encode(fact)
+        if rank > 0:
+            store.set(keys[rank], own)  # type: ignore[arg-type]
+            told = _list_of(store.get(keys[0]), num_ranks)
+        else:
+            told = [own, *(store.get(key) for key in keys[1:])]
+            if num_ranks > 1:
+                store.set(keys[0], encode(told))  # type: ignore[arg-type]
+        return [_fact(data, other) for other, data in enumerate(told)]
 
     return tell_all
+
+
+def _list_of(data: bytes, num_ranks: int) -> list[bytes]:
+    told = _fact(data, 0)
+    if isinstance(told, list) and len(told) == num_ranks and all(isinstance(each, bytes) for each in told):
+        return told
+    raise LaunchError(_UNREADABLE.format(rank=0, problem="it is no list of what all ranks tell"))
 
 
 def _fact(data: bytes, rank: int) -> Any:
     try:
         return decode(data)
     except DecodeError as error:
-        raise LaunchError(
-            f"what rank {rank} of the group tells in the store cannot be read: {error}. It runs another "
-            "version of Shardwright, or a stranger who reaches the store has written in its place."
-        ) from error
+        raise LaunchError(_UNREADABLE.format(rank=rank, problem=error)) from error
 
 
 def connect(
