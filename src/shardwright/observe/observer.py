@@ -15,8 +15,8 @@ Every rank has an observer and reports the same to it; one of them writes and pr
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from types import TracebackType
@@ -104,7 +104,7 @@ class Observer:
         )
         self._written = folder if prints else None
         self._report = config.report
-        self._closed = False
+        self._closed = self._told_of_folder = False
         self._metrics: MetricsLog | None = None
         self._events: JsonLines | None = None
         self._tracking: Tracking | None = None
@@ -125,7 +125,8 @@ class Observer:
     def config_resolved(self, config: Config) -> None:
         """The settings are known, what the launcher said included."""
         if self._written is not None:
-            self._written.write(self._written.config_file.name, config.to_json())
+            with self._as_far_as_it_goes():
+                self._written.write(self._written.config_file.name, config.to_json())
         self.event("config_resolved", world_size=self._world_size)
 
     def plan_made(self, plan: Plan) -> None:
@@ -136,7 +137,8 @@ class Observer:
         why = [] if self._written is None else [f"  why: shardwright explain {show_path(self._written.path)}"]
         self.console.line("\n".join([format_plan_briefly(plan), *why]))
         if self._written is not None:
-            self._written.write(self._written.plan_file.name, plan.to_json())
+            with self._as_far_as_it_goes():
+                self._written.write(self._written.plan_file.name, plan.to_json())
         self.event(
             "plan_made",
             schedule=plan.schedule.kind,
@@ -148,7 +150,8 @@ class Observer:
         self._totals.add(record)
         goodput = {} if self._goodput is None else self._goodput.step_done(record, self._wall())
         if self._metrics is not None:
-            self._metrics.append(record, goodput)
+            with self._as_far_as_it_goes():
+                self._metrics.append(record, goodput)
             if self._totals.steps == 1 and self._metrics.kept is not None:
                 kept = show_path(self._metrics.kept)
                 self.console.status(f"the metrics of the run before in this folder are kept in {kept}")
@@ -160,7 +163,8 @@ class Observer:
     def recorded(self, step: RecordedStep) -> None:
         """A step was gathered with the times of its actions; an early one and the last stay in the file."""
         if self._steps is not None:
-            self._steps.add(step)
+            with self._as_far_as_it_goes():
+                self._steps.add(step)
 
     def timeline(
         self,
@@ -179,7 +183,8 @@ class Observer:
             saved_bytes=self._saved_bytes(events),
             info={} if step is None else {"step": step},
         )
-        self._written.write(self._written.trace_file.name, json.dumps(trace) + "\n")
+        with self._as_far_as_it_goes():
+            self._written.write(self._written.trace_file.name, json.dumps(trace) + "\n")
         self.event("timeline_written", step=step)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -188,7 +193,8 @@ class Observer:
             self._goodput.event(kind, fields)
         if self._events is not None:
             now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds")
-            self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
+            with self._as_far_as_it_goes():
+                self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
 
     def status(self, text: str) -> None:
         self.console.status(text)
@@ -201,6 +207,7 @@ class Observer:
         """Writes the report, says what the run came to, and closes all files; may be called twice."""
         self._progress.flush()
         written = self._written if self._totals.steps and not self._closed else None
+        written = written if written is not None and written.path.is_dir() else None
         if self._report and reports and written is not None:
             write_at_end(written, plan=self._plan, console=self.console, event=self.event)
         if self._totals.steps and not self._closed:
@@ -223,7 +230,8 @@ class Observer:
         self._closed = True
         for file in (self._tracking, self._metrics, self._events):
             if file is not None:
-                file.close()
+                with self._as_far_as_it_goes():
+                    file.close()
         self._tracking = self._metrics = self._events = None
 
     def __enter__(self) -> Self:
@@ -233,6 +241,22 @@ class Observer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _as_far_as_it_goes(self) -> Iterator[None]:
+        """Says once where the run folder has gone, or its disk is full: no training ends for its journal."""
+        try:
+            yield
+        except OSError as error:
+            if self._told_of_folder or self._written is None:
+                return
+            self._told_of_folder = True
+            gone = not self._written.path.is_dir()
+            why = "it has gone, deleted or moved" if gone else error.strerror or str(error)
+            self.status(
+                f"the run folder {show_path(self._written.path)} cannot be written any more: {why}. The run "
+                "goes on, and what cannot be written there is lost."
+            )
 
     def _tracker_failed(self, message: str) -> None:
         self.event("tracker_failed", message=message)

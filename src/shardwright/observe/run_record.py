@@ -79,6 +79,8 @@ class RunRecord(Record):
 
     def _changed(self, folder: RunFolder, **fields: Any) -> "RunRecord":
         changed = self.model_copy(update=fields)
+        if changed.state != "running" and not folder.path.is_dir():
+            return changed  # it was deleted, of which the run has told
         folder.write(_NAME, changed.model_dump_json(indent=1) + "\n")
         return changed
 

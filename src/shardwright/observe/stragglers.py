@@ -31,7 +31,7 @@ _WINDOW, _EXCEPTIONS, _LONG_S = 20, 2, 3.0
 _SHARE, _SHARE_BY_PLAN = 0.15, 0.3
 _OVER = 0.5
 """Of the share: below it a slow rank is none any more."""
-_PAUSE_S, _PAUSE_SHARE, _PAUSE_TIMES = 1.0, 0.5, 3.0
+_PAUSE_S, _PAUSE_TIMES, _REST_TIMES = 1.0, 3.0, 1.5
 _MOST_PAUSES = 3
 
 
@@ -179,8 +179,9 @@ class Stragglers:
             rank, paused_s = held, max(held_up_s[held], excess_s if held == slowest else 0.0)
             why = "its process stood still: stopped, swapped out, or C code held the interpreter"
         elif (
-            excess_s > max(_PAUSE_S, _PAUSE_SHARE * cycle_s)
+            excess_s > _PAUSE_S
             and 0 < _PAUSE_TIMES * usual_s < cycle_s
+            and cycle_s - excess_s < _REST_TIMES * usual_s  # the others were as fast as ever
             and slowest != self._named
         ):
             rank, paused_s, why = slowest, excess_s, "the others waited for it"

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import json
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import default_store
 from shardwright.comm.joining.run_secret import not_from_a_stranger
 from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.quantities import format_bytes
 from shardwright.run.context import Context
 
 Document = Mapping[str, Any]
@@ -196,7 +198,16 @@ class SaveUnderWay:
 
     def _written(self, name: str, snapshot: RankSnapshot) -> _Said:
         """Writes the file of this rank, and looks whether its weights are finite."""
-        file, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+        free_bytes = shutil.disk_usage(self._draft.path).free
+        try:
+            file, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            needed = format_bytes(sum(part.stored.data.nbytes for part in snapshot.parts))
+            raise CheckpointError(
+                f"{_told(error)}: this rank has {needed} to write, and {format_bytes(free_bytes)} were free"
+            ) from error
         bad = not_finite_in(snapshot.parts, parameters=snapshot.parameters)
         return _Said(file=file, tensors=tensors, document=snapshot.document, not_finite=bad)
 

@@ -1,7 +1,10 @@
 """One rank writes and prints; the others are silent."""
 
+import errno
 import io
 import json
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,31 @@ def test_the_timeline_has_world_ranks_and_bytes(tmp_path: Path) -> None:
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 2}
     held = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 0]
     assert {"bytes": 200} in held
+
+
+def test_a_run_folder_that_has_gone_is_told_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.folder is not None
+    run.observer.step_done(StepRecord(step=1, seconds=0.5, samples=8))
+    shutil.rmtree(run.folder.path)
+    for step in range(2, 5):
+        run.observer.plan_made(two_stage_plan().model_copy(update={"why": (str(step),)}))
+        run.observer.step_done(StepRecord(step=step, seconds=0.5, samples=8))
+    run.observer.close()
+    said = run.stream.getvalue()
+    assert said.count("cannot be written any more: it has gone, deleted or moved. The run goes on,") == 1
+    assert "done: 4 steps" in said
+    assert "report" not in said
+
+
+def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    run = Run(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run.observer._metrics, "append", full)
+    for step in range(1, 4):
+        run.observer.step_done(StepRecord(step=step, seconds=0.5, samples=8))
+    assert run.stream.getvalue().count("cannot be written any more: No space left on device.") == 1
+    run.observer.close()

@@ -118,6 +118,7 @@ def test_a_host_that_stood_still_is_no_rank_s_fault():
 def test_pauses_are_told_three_times_at_most():
     paused = [([0.4, 0.4], [2.0, 0.0], None), *usual(30)]
     told, slow = run(Stragglers([0, 1]), usual(20) + 5 * paused)
+    assert run(Stragglers([0, 1]), [*usual(20), ([1.5, 0.4], [2.0, 0.0], None)], seconds=1.6)[0] == []
     assert len(told) == 3
     assert told[0].startswith("rank 0 paused for 2.00 s about step 21")
     assert len(slow) == 5

@@ -274,6 +274,8 @@ def _launch(request: LaunchRequest, begun: BegunRun, *, quiet: bool, verbose: bo
         begun.record.ended(begun.folder, FAILED)
         raise
     record = begun.record.ended(begun.folder, code)
+    if not begun.folder.path.is_dir():
+        say(f"the run folder {begun.folder} has gone, deleted or moved: nothing tells of this run")
     if code and (how := go_on(begun.folder, record)):
         say(how)
     sys.exit(code)

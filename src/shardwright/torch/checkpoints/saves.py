@@ -302,7 +302,8 @@ class Saves:
 
     def _told(self, under_way: SaveUnderWay, problem: str) -> str:
         where = show_path(self.folder)
+        goes_on = ", and training goes on." if self._warns else '. on_failed_save="warn" trains on.'
         return (
             f"the checkpoint of step {under_way.step} was not saved in {where}: {problem.rstrip('.')}. "
-            "Those from before stay, and training can go on."
+            f"Those from before stay{goes_on}"
         )
