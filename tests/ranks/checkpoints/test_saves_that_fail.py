@@ -148,9 +148,8 @@ def test_a_failed_save_is_raised_at_the_next_step_on_all_ranks(failing: int, tmp
     for told in run_ranks(run, 2):
         assert len(told) == 1
         assert "step 2 was not saved" in told[0]
-        assert re.search(r"No space left on device.*: this rank has .*B to write, and .*iB were free\.", told[0])
+        assert re.search(r"No space left .*: this rank has .*B to write, and .*iB were free\.", told[0])
         assert told[0].endswith('Those from before stay. on_failed_save="warn" trains on.')
-        assert "No space left on device" in told[0]
     steps = _steps(tmp_path)
     assert len(steps) == 2
     assert steps[0] == 1
