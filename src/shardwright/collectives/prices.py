@@ -7,13 +7,21 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, field_validator
+from pydantic import AfterValidator, Field, TypeAdapter, field_validator
 
 from shardwright.collectives.steps import Topology
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, replace_file
 from shardwright.files.user_file import NonNegative, Positive
 from shardwright.quantities import MOST_RANKS
+
+Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+
+
+def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+    if any(before >= after for (before, _), (after, _) in pairwise(points)):
+        raise ValueError("the sizes must ascend")
+    return points
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +32,8 @@ class Line:
     0.002
     """
 
-    alpha_s: float
-    Bps: float
+    alpha_s: NonNegative
+    Bps: Positive
 
     def seconds(self, num_bytes: float) -> float:
         return self.alpha_s + num_bytes / self.Bps
@@ -43,7 +51,7 @@ class Curve:
     [1.0, 1.5, 3.5, 8.0]
     """
 
-    points: tuple[tuple[float, float], ...]
+    points: Annotated[tuple[tuple[NonNegative, Finite], ...], Field(min_length=1), AfterValidator(_ascending)]
 
     def seconds(self, num_bytes: float) -> float:
         if num_bytes <= self.points[0][0] or len(self.points) == 1:
@@ -119,48 +127,22 @@ PRICES_VARIABLE = "SHARDWRIGHT_PRICES"
 _FORMAT, _VERSION = "shardwright-prices", 2
 
 
-class _Line(Record):
-    alpha_s: NonNegative
-    Bps: Positive
-
-
-Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Node = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_RANKS)]], Field(min_length=1)]
-Points = Annotated[list[tuple[NonNegative, Finite]], Field(min_length=1)]
-
-
-class _Curve(Record):
-    points: Points
-
-    @field_validator("points")
-    @classmethod
-    def _ascending(cls, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        if any(before >= after for (before, _), (after, _) in pairwise(points)):
-            raise ValueError("the sizes must ascend")
-        return points
-
-
-class _DevicePrices(Record):
-    everyone: dict[str, _Line]
-    across: dict[str, _Line]
-    inside: dict[str, _Line]
-    reorder: _Line
-    source: str
 
 
 class _Document(Record):
     format: Literal["shardwright-prices"]
     version: Literal[2]
     nodes: Annotated[list[Node], Field(min_length=1)]
-    own: dict[str, _Curve]
-    copy_: _Line = Field(alias="copy")
-    combine: _Line
+    own: dict[str, Curve]
+    copy_: Line = Field(alias="copy")
+    combine: Line
     note_s: NonNegative
-    message: _Line
-    local_message: _Line
-    gloo: dict[str, _Curve]
+    message: Line
+    local_message: Line
+    gloo: dict[str, Curve]
     source: str
-    devices: _DevicePrices | None = None
+    devices: DevicePrices | None = None
 
     @field_validator("nodes")
     @classmethod
