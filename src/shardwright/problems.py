@@ -12,6 +12,7 @@ from shardwright.text import printable, shown
 _RULES = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
+    "dataclass_type": "an object",
     "dict_type": "an object",
     "finite_number": "a finite number",
     "float_parsing": "a number",
@@ -72,7 +73,7 @@ def _line(finding: Mapping[str, Any], root: str, known: Sequence[str]) -> str:
     kind, context = finding["type"], finding.get("ctx", {})
     if kind == "missing":
         return f"{key} is missing."
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         near = get_close_matches(str(finding["loc"][-1])[:_MOST_LETTERS], known, n=1, cutoff=0.6)
         return f"{key} is not a field. " + (f"Did you mean {near[0]}?" if near else "Remove it.")
     if kind == "json_invalid":

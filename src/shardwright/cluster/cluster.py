@@ -14,6 +14,7 @@ from shardwright.files.user_file import Bytes, NonNegative, Positive, Seconds
 from shardwright.quantities import MOST_RANKS_OF_HOST
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +137,11 @@ class Rate:
         alone: FLOPs a second while the other ranks of the host wait.
     """
 
-    rows: int
-    inner: int
-    columns: int
-    alone: float
-    together: float
+    rows: Count
+    inner: Count
+    columns: Count
+    alone: Positive
+    together: Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

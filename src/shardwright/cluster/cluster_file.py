@@ -45,7 +45,6 @@ _ADVICE = "shardwright probe measures the present machines; docs/clusters.md has
 
 _MOST_ACCELERATORS = 1024  # of a node
 Size = Annotated[int, Field(ge=0, le=MOST_BYTES)]
-Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
 def read_inventory(path: str | os.PathLike[str]) -> Inventory:
@@ -78,14 +77,6 @@ class _Record(Record):
     model_config = ConfigDict(str_max_length=1000)
 
 
-class _Product(_Record):
-    rows: Count
-    inner: Count
-    columns: Count
-    alone: Positive
-    together: Positive
-
-
 class _Accelerator(_Record):
     name: str
     family: str
@@ -94,7 +85,7 @@ class _Accelerator(_Record):
     host_Bps: NonNegative = 0.0
     flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
     source: Source = "data sheet"
-    products: dict[str, tuple[_Product, ...]] = Field(default_factory=dict)
+    products: dict[str, tuple[Rate, ...]] = Field(default_factory=dict)
 
     def accelerator(self) -> Accelerator:
         return Accelerator(
@@ -105,10 +96,7 @@ class _Accelerator(_Record):
             memory_Bps=self.memory_Bps,
             host_Bps=self.host_Bps,
             source=self.source,
-            products={
-                dtype: tuple(Rate(**each.model_dump()) for each in rates)
-                for dtype, rates in self.products.items()
-            },
+            products=self.products,
         )
 
 

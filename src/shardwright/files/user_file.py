@@ -198,9 +198,14 @@ class Record(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
-            raise ValueError("it must be a number")
-        return value
+        is_number = _is_number(cls.model_fields[str(info.field_name)].annotation)
+        return _no_bool(value) if is_number else value
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
 
 
 def _is_number(annotation: Any) -> bool:
@@ -219,10 +224,12 @@ def _kinds(annotation: Any) -> Any:
         yield annotation
 
 
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, le=1e6)]  # more are a mistake, as of one unit or message
-Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
-NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+# For the fields of dataclasses, too.
+_NUMBER = BeforeValidator(_no_bool)
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False), _NUMBER]
+NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False), _NUMBER]
+Seconds = Annotated[float, Field(ge=0, le=1e6), _NUMBER]  # more are a mistake, as of one unit or message
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES), _NUMBER]
 
 
 def _bytes(value: Any) -> Any:
