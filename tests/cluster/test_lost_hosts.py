@@ -22,7 +22,7 @@ UNSET = {"GLOO_SOCKET_IFNAME": ""}
 GRACE_S = 6.0
 
 
-def lost(folder, degree, lose):
+def lost(folder, degree, lose, **env):
     """What each rank says, and after how many seconds, when something happens to host 1 in mid-training."""
     happened_s = []
 
@@ -39,7 +39,9 @@ def lost(folder, degree, lose):
         watcher.start()
         try:
             with pytest.raises(LaunchError) as caught:
-                machines.torchrun([SCRIPT, str(folder), str(degree), str(TIMEOUT_S)], timeout_s=90, env=UNSET)
+                machines.torchrun(
+                    [SCRIPT, str(folder), str(degree), str(TIMEOUT_S)], timeout_s=90, env=UNSET | env
+                )
         finally:
             ended.set()
             watcher.join()
@@ -64,7 +66,9 @@ def check(text, others):
 @pytest.mark.parametrize("degree", [4, pytest.param(2, marks=pytest.mark.sweep)])
 def test_a_link_that_dies_in_mid_step(tmp_path, degree):
     """The host without the store waited for it for ever; with degree 2, ranks of the own host were named."""
-    told = lost(tmp_path, degree, lambda network: network.cut(1))
+    chaos = tmp_path / "chaos.yaml"
+    chaos.write_text("faults: [{kind: link_down, rank: 2, step: 4}]")  # rank 2 is on host 1
+    told = lost(tmp_path, degree, lambda _: None, SHARDWRIGHT_CHAOS=str(chaos))
     assert sorted(told) == [0, 1, 2, 3]
     for rank, (seconds, text) in told.items():
         assert seconds < TIMEOUT_S + GRACE_S

@@ -7,7 +7,8 @@ from pathlib import Path
 from shardwright.flight_record import read_page
 
 BEGIN = """
-import ctypes, os, signal, time, torch, torch.distributed as dist, shardwright.torch as sw
+import time, torch, torch.distributed as dist, shardwright.torch as sw
+from shardwright.testing.faults import happen
 sw.init({"profile": "estimated", "report": False, "microbatches": 2, "timeout_s": 90})
 model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
 
@@ -54,9 +55,9 @@ SILENT = (
     BEGIN.replace("90", "300")
     + """def load(step):
     if step == 2 and sw.rank() == 1:
-        ctypes.PyDLL(None).sleep(7)
+        happen("gil", 7)
     if step == 4 and sw.rank() == 1:
-        time.sleep(2); os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(2); happen("stop")
     return torch.ones(4, 8)
 
 for step in range(6):
@@ -70,14 +71,14 @@ def test_who_runs_no_python_is_named_and_who_is_stopped_ends_the_run(tmp_path: P
     command = [sys.executable, "-m", "shardwright", "run", "-n", "2", "train.py"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
     said = found.stderr
-    lines = {text.strip(): number for number, text in enumerate(SILENT.splitlines(), 1)}
+    lines = {text.strip().replace('"', ""): number for number, text in enumerate(SILENT.splitlines(), 1)}
     assert "rank 1 has not run Python for " in said, said
     assert "rank 0 waits. It was " in said
-    assert f'train.py", line {lines["ctypes.PyDLL(None).sleep(7)"]} in load' in said
+    assert f'train.py", line {lines["happen(gil, 7)"]} in load' in said
     assert found.returncode == 6, said
     assert "rank 1 hangs: rank 0 waited for it in vain" in said
     assert "rank 1 hangs: a signal (SIGSTOP, or the terminal's) has stopped its process" in said
-    assert f"train.py:{lines['time.sleep(2); os.kill(os.getpid(), signal.SIGSTOP)']} in load" in said
+    assert f"train.py:{lines['time.sleep(2); happen(stop)']} in load" in said
     assert "killed, because rank 0 found that it hangs" in said
     record = read_page((tmp_path / "runs" / "train" / "ranks" / "rank1").read_bytes())
     assert record.steps == 4

@@ -57,8 +57,9 @@ def test_a_run_without_such_a_rank_is_refused() -> None:
 
 
 def test_the_link_of_the_machine_stays() -> None:
-    network = "/proc/self/ns/net"
-    assert missing_for_links(network, network)
+    assert missing_for_links()
+    with pytest.raises(ConfigError, match="no link is taken down"):
+        happen("link_down")
 
 
 def test_random_faults_are_drawn_by_their_number_and_a_seed() -> None:
