@@ -334,45 +334,6 @@ class ModelGraph:
         del document["_fingerprint"]
         return document
 
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "ModelGraph":
-        """Reads what `to_dict` wrote, also after a round trip through JSON."""
-        lists = ("inputs", "outputs", "parameters", "saved_values", "detached", "finds")
-        return cls(
-            nodes=tuple(
-                Node(
-                    **{
-                        **n,
-                        **{key: tuple(n.get(key, ())) for key in lists},
-                        "work": Work(**n["work"]) if n.get("work") else None,
-                    }
-                )
-                for n in document["nodes"]
-            ),
-            values=tuple(Value(**{**v, "spec": _spec(v["spec"])}) for v in document["values"]),
-            units={
-                name: Unit(**{**u, "parameters": tuple(u["parameters"])})
-                for name, u in document["units"].items()
-            },
-            parameters={
-                name: ParameterSpec(**{**p, "spec": _spec(p["spec"]), "aliases": tuple(p["aliases"])})
-                for name, p in document["parameters"].items()
-            },
-            loss=document["loss"],
-            outputs=tuple(document["outputs"]),
-            batch_size=document["batch_size"],
-            batch_bytes=document["batch_bytes"],
-            together=tuple(
-                Together(**{**group, "nodes": tuple(group["nodes"])}) for group in document["together"]
-            ),
-            batch_statistics=tuple(document.get("batch_statistics", ())),
-            free_operations=document.get("free_operations", 0),
-        )
-
-
-def _spec(document: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(**{**document, "shape": tuple(document["shape"])})
-
 
 def model_fingerprint(parameters: Mapping[str, ParameterSpec]) -> str:
     """A hash of names, shapes and types of all parameters and buffers."""

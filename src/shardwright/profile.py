@@ -5,7 +5,7 @@ shapes) cost the same and are measured once.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -108,13 +108,3 @@ class Profile:
 
     costs: Mapping[str, UnitCost]
     device: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """A form that `json` can write."""
-        return {"device": self.device, "costs": {key: asdict(cost) for key, cost in self.costs.items()}}
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "Profile":
-        """Reads what `to_dict` wrote."""
-        costs = {key: UnitCost(**cost) for key, cost in document["costs"].items()}
-        return cls(costs=costs, device=str(document.get("device", "")))

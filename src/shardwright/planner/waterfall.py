@@ -299,11 +299,6 @@ class RankMemory:
     lasting_bytes: int
     moments: tuple[tuple[float, int], ...]
 
-    @property
-    def peak_activation_bytes(self) -> int:
-        """The most that is kept for backwards."""
-        return max(num_bytes for _, num_bytes in self.moments)
-
 
 def memory_over_time(
     simulation: Simulation, costs: Sequence[StageCost], memory: Sequence[MemoryPrediction]

@@ -68,11 +68,3 @@ def test_a_microbatch_has_enough_samples():
 
 def test_statistics_of_the_batch_take_one_microbatch():
     assert said(plan(32, microbatches=1)).endswith("are those of all of it, one microbatch.")
-
-
-def test_a_graph_keeps_the_layers_in_its_file():
-    graph = replace(chain_graph(2), batch_statistics=LAYERS)
-    assert ModelGraph.from_dict(graph.to_dict()) == graph
-    document = graph.to_dict()
-    del document["batch_statistics"]  # of a version that did not have them
-    assert ModelGraph.from_dict(document).batch_statistics == ()

@@ -81,9 +81,3 @@ def test_a_rank_with_several_stages_computes_an_operation_where_it_has_got_to(
     value = builder.unit("h.3", [value, late])
     chain = chain_of(builder.graph(loss=value), group(0, 3))
     assert chain.bound(stages_per_rank=stages_per_rank).starts == starts
-
-
-def test_the_groups_survive_json() -> None:
-    graph = replace(blocks(3), together=(group(0, 1), group(1, 2, one_rank=True)))
-    assert ModelGraph.from_dict(graph.to_dict()) == graph
-    assert graph.fingerprint == blocks(3).fingerprint

@@ -1,20 +1,6 @@
-"""The plain objects that go into the planner survive a file."""
-
-import json
+"""Fingerprints of graphs."""
 
 from graphs import chain_graph
-from hypothesis import given
-
-from planner.test_tables import graphs
-from shardwright.model_graph import ModelGraph
-
-
-@given(graphs())
-def test_graphs(graph: ModelGraph) -> None:
-    again = ModelGraph.from_dict(json.loads(json.dumps(graph.to_dict())))
-    assert again == graph
-    assert again.fingerprint == graph.fingerprint
-    assert again.model_fingerprint == graph.model_fingerprint
 
 
 def test_fingerprints_tell_graphs_apart() -> None:

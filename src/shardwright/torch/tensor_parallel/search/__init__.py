@@ -13,8 +13,7 @@ The way of a plan, file by file:
     `flow.py`              Follows a plan through that step, and tells which cuts of a parameter to try;
                            `ways.py` decides each operation once.
     `search.py`            Starts, moves and what follows from them; the cheapest plan wins.
-    `found_placements.py`  Work, exchange and memory of a plan.
-    `dry_run.py`           Runs a plan without data, to the byte, or with data: what a rank's part takes.
+    `dry_run.py`           Runs a plan as a rank does: without data, to the byte; with data, for a clock.
     ====================== ================================================================================
 
 A module whose way depends on values is recorded on random numbers. What cannot be recorded is kept whole, and
