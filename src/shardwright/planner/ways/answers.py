@@ -34,21 +34,13 @@ _FELT = 0.002
 _NUM_PARTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Sensitivity:
-    """The saving from a rate that is a tenth higher."""
-
-    what: str
-    share: float
-
-
-def sensitivities(task: Task, way: Way) -> list[_Sensitivity]:
-    """For each rate of the machines, what a tenth more of it would spare; the most first."""
-    found = []
-    for name, what in _RATES.items():
-        seconds = float(prices_of(task, way.options, faster={name: _MORE}).seconds.total)
-        found.append(_Sensitivity(what, 1 - seconds / way.step_s))
-    return sorted(found, key=lambda each: -each.share)
+def sensitivities(task: Task, way: Way) -> dict[str, float]:
+    """The share of a step that a tenth more of each rate of the machines would spare; the most first."""
+    found = {
+        what: 1 - float(prices_of(task, way.options, faster={name: _MORE}).seconds.total) / way.step_s
+        for name, what in _RATES.items()
+    }
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
 def reasons(answer: Answer) -> list[str]:
@@ -61,9 +53,8 @@ def reasons(answer: Answer) -> list[str]:
     if answer.alternatives:
         found.append(f"The next best with other degrees: {difference(best, answer.alternatives[0])}.")
     found.append(f"Of a step: {_parts(best)}.")
-    felt = [each for each in sensitivities(task, best) if each.share > _FELT]
-    if felt:
-        texts = [f"{each.what} {each.share:.1%}" for each in felt]
+    texts = [f"{what} {share:.1%}" for what, share in sensitivities(task, best).items() if share > _FELT]
+    if texts:
         found.append(f"A tenth more of one rate would spare: {', '.join(texts)}.")
     share = best.peak_bytes / best.limit_bytes
     found.append(

@@ -10,7 +10,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import nn
 
@@ -175,11 +174,8 @@ class UnitPart:
     between: BetweenUnits
 
 
-class PartTimer(Protocol):
-    """Says what a part takes, measured."""
-
-    def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
-        """Seconds of a part's own operations, over those of the whole unit."""
+PartTimer = Callable[[UnitPart, Phase, Phase], WorkShares | None]
+"""Measures seconds of a part's own operations in forward and backward, over those of the whole unit."""
 
 
 def divided_units(
