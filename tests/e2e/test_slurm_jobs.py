@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -255,6 +256,57 @@ def test_a_job_can_be_stopped(folder, stand_ins):
     assert running.status == "Stopped"
     with pytest.raises(LaunchError, match="ended as FAILED"):  # now it may go on
         estimator(instance_count=1, engine=Slurm(poll_s=0.1, setup="exit 7")).fit(job_name="one", logs=False)
+
+
+SAVES = """
+    import os, pathlib, signal, sys, time
+
+
+    def save(*_):
+        pathlib.Path("saved").touch()
+        sys.exit(75)
+
+    if pathlib.Path("saved").exists():
+        sys.exit(0)
+    signal.signal(signal.SIGUSR1, save)
+    pathlib.Path(f"ready{os.environ['RANK']}").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_job_saves_before_its_time_is_over_and_is_queued_again(folder, stand_ins, asks):
+    (folder / "train.py").write_text(textwrap.dedent(SAVES))
+    engine = Slurm(poll_s=0.1, requeue=asks, options={"time": "10:00:00"})
+    job = estimator(engine=engine)
+    job.fit(job_name="long", wait=False)
+    wait_until(lambda: all((folder / f"ready{rank}").exists() for rank in range(4)))
+    script = subprocess.check_output(["pgrep", "-P", (stand_ins / "100.pid").read_text()], text=True)
+    os.kill(int(script), signal.SIGUSR1)
+    wait_until((stand_ins / "100.code").exists)
+    assert (stand_ins / "100.code").read_text() == "75\n"
+    assert (stand_ins / "100.requeued").exists() == asks
+    options = ast.literal_eval((stand_ins / "100.options").read_text())
+    assert options["signal"] == "B:USR1@120"
+    assert ("requeue" in options) == asks
+    with pytest.raises(LaunchError, match="75"):
+        job.latest_training_job.wait(logs=False)
+
+
+def wait_until(condition, limit_s=60):
+    limit_s += time.monotonic()
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.1)
+
+
+@pytest.mark.sweep  # it starts another cluster, and a time limit of Slurm takes minutes
+def test_a_job_goes_on_after_its_time_under_a_real_slurm(folder, cluster):
+    (folder / "train.py").write_text(textwrap.dedent(SAVES))
+    job = estimator(engine=Slurm(poll_s=0.5, requeue=True, options={"time": "3"}))
+    job.fit(job_name="long", logs=False)
+    assert (folder / "saved").exists()
+    assert job.latest_training_job.status == "Completed"
 
 
 def test_the_time_limit_and_gpus_are_asked_for(folder):

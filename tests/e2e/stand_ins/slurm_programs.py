@@ -58,6 +58,7 @@ def srun(words):
         own = {"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
         own |= {"SLURMD_NODENAME": f"node{node + 1}", "SLURM_STEP_ID": "0"}
         tasks.append(subprocess.Popen(command, env={**os.environ, **own}))
+    signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for task in tasks])
     codes = []
     while tasks:
         for task in list(tasks):
@@ -101,6 +102,8 @@ def scontrol(words):
         print(words[2].replace(",", "\n"))
     elif words[:3] == ["show", "node", "-o"]:
         print(f"NodeName={words[3]} Arch=x86_64 NodeAddr=127.0.0.1 NodeHostName={words[3]} Port=0")
+    elif words[0] == "requeue":
+        (STATE / f"{words[1]}.requeued").touch()
     else:
         sys.exit(1)
 

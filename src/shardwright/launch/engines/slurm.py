@@ -70,6 +70,17 @@ _PLAIN = re.compile(r"[\w@%+=:,./&|*-]*", re.ASCII)
 _BY_SIGNAL = frozenset({"CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE"})
 _ENDED = _BY_SIGNAL | {"COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
 _TERMINATED = 128 + 15
+_BEFORE_LIMIT_S = 120
+"""The signal may come a minute earlier still; ranks have 30 s to save then."""
+
+_SHORT_S = 600
+
+_ENDS_SAVED = (
+    "# Before the end of its time the ranks save: srun passes the signal on to the launchers.",
+    "trap 'ends=1; kill -USR1 $!' USR1",
+)
+_WAITED = "while wait $!; code=$?; kill -0 $! 2> /dev/null; do :; done  # a signal ends a wait"
+_AGAIN = ('if [ $code = 75 ] && [ -n "$ends" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',)
 _NUMBER = "job.number"
 """The file in a job's folder that has the number which Slurm gave it."""
 
@@ -85,6 +96,8 @@ class Slurm:
         setup: lines of shell that run first on the first node, such as ``"module load cuda"``.
         python: the interpreter on the nodes.
         poll_s: how often the state is asked for, in seconds.
+        requeue: queues a job again that has saved before the end of its time, until it is done; that is
+            asked with ``max_run``, an option ``time``, or the partition's own limit.
 
     Raises:
         ConfigError: an option is none.
@@ -103,7 +116,9 @@ class Slurm:
         setup: str | Sequence[str] = (),
         python: str = sys.executable,
         poll_s: float = 5.0,
+        requeue: bool = False,
     ) -> None:
+        self._requeue = requeue
         self._options = {"partition": partition, "account": account}
         self._more_options = {name.replace("_", "-"): value for name, value in (options or {}).items()}
         for name in self._more_options:
@@ -142,9 +157,14 @@ class Slurm:
                 f'if [ -z "${SECRET}${SECRET_FILE}" ]; then',
                 f"    export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
                 "fi",
+                *(_ENDS_SAVED if self._time_is_limited(spec) else ()),
                 "# The first node that fails ends the others.",
                 f"srun{cpus} --kill-on-bad-exit=1 bash -c {shlex.quote(self._on_each_node(spec))} - "
-                '"$endpoint"',
+                '"$endpoint" &',
+                _WAITED,
+                f"if [ $code = 0 ] && [ -e {_saved(spec)} ]; then code=75; fi",
+                *(_AGAIN if self._requeue else ()),
+                "exit $code",
                 "",
             ]
         )
@@ -166,17 +186,36 @@ class Slurm:
             options["gpus-per-node"] = spec.gpus_per_host
         if spec.max_run_s is not None:
             options["time"] = math.ceil(spec.max_run_s / 60)
+        if self._time_is_limited(spec):
+            options["signal"] = f"B:USR1@{_BEFORE_LIMIT_S}"
+        if self._requeue:
+            options |= {"requeue": None, "open-mode": "append"}
         return {**options, **self._more_options}
+
+    def _time_is_limited(self, spec: JobSpec) -> bool:
+        """Whether ranks are to save before the end of the job's time, and have time for that."""
+        if "signal" in self._more_options:
+            return False
+        has_limit = self._requeue or spec.max_run_s is not None or "time" in self._more_options
+        return has_limit and (spec.max_run_s is None or spec.max_run_s >= _SHORT_S)
 
     def _on_each_node(self, spec: JobSpec) -> str:
         words = spec.words_of_launcher(
             python=self._python, node_rank=ShellText('"$SLURM_NODEID"'), endpoint=ShellText('"$1"')
         )
         exits = shlex.quote(str(spec.logs / "exits-host"))
-        return (
-            f'export SM_CURRENT_HOST="$SLURMD_NODENAME" {EXITS_VARIABLE}={exits}"$SLURM_NODEID".jsonl; '
-            f"exec {shell_line(words)}"
-        )
+        lines = [
+            f'export SM_CURRENT_HOST="$SLURMD_NODENAME" {EXITS_VARIABLE}={exits}"$SLURM_NODEID".jsonl',
+            f'rm -f "${EXITS_VARIABLE}" {_saved(spec)}  # of this job before it was queued again',
+            "trap 'kill -TERM $!' TERM",
+            "trap 'kill -USR1 $!' USR1",
+            f"{shell_line(words)} &",
+            _WAITED,
+            "# This is no failure, for which srun would end other nodes: they save as well.",
+            f"if [ $code = 75 ]; then : > {_saved(spec)}; code=0; fi",
+            "exit $code",
+        ]
+        return "\n".join(lines)
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
         """Writes the batch script into the job's folder, and submits it."""
@@ -276,6 +315,11 @@ def _refuse_a_second(spec: JobSpec) -> None:
     state = ask(["squeue", "--noheader", "--jobs", number, "--name", spec.name, "--format", "%T"])
     if state and state.strip() and state.strip() not in _ENDED:
         raise still_runs(spec, f"Slurm job {number}, {state.strip()}: scancel {number} stops it")
+
+
+def _saved(spec: JobSpec) -> str:
+    """The file that says so, as a word of a shell."""
+    return shlex.quote(str(spec.logs / "saved"))
 
 
 def spec_log(spec: JobSpec) -> Path:
