@@ -28,7 +28,7 @@ from shardwright.quantities import format_seconds
 _EARLY = 3
 """The first steps trace, plan, and size what the others keep."""
 _WINDOW, _EXCEPTIONS, _LONG_S = 20, 2, 3.0
-_SHARE, _SHARE_BY_PLAN = 0.15, 0.3
+_SHARE, _SHARE_BY_PLAN, _SHARE_BY_ESTIMATE = 0.15, 0.3, 0.6
 _OVER = 0.5
 """Of the share: below it a slow rank is none any more."""
 _PAUSE_S, _PAUSE_TIMES, _REST_TIMES = 1.0, 3.0, 1.5
@@ -41,7 +41,7 @@ class Slow:
 
     Attributes:
         excess_s: its own seconds beyond those that were its due.
-        told: a line for people, where there is something new to say.
+        told: a line for people, where there is something new to say; it may be of the step before.
     """
 
     rank: int
@@ -56,7 +56,8 @@ class Stragglers:
         self._pipeline_rank = pipeline_rank  # of each world rank
         self._share_layers = [ranks for ranks in share_layers if len(ranks) > 1]
         self._weights: list[float] = [1.0] * len(pipeline_rank)
-        self._has_plan = self._by_history = False
+        self._share_by_plan = 1.0
+        self._by_history = False
         self._alike = len(set(pipeline_rank)) == 1
         self._steps = 0
         self._own: deque[Sequence[float]] = deque(maxlen=_WINDOW)
@@ -65,6 +66,7 @@ class Stragglers:
         self._cycles: deque[float] = deque(maxlen=_WINDOW)
         self._named: int | None = None
         self._pauses = 0
+        self._pause: Slow | None = None
 
     def follow(self, plan: Plan) -> None:
         """Takes the work of each rank from a plan."""
@@ -76,7 +78,8 @@ class Stragglers:
             work[rank] += stage.cost.forward_s + stage.cost.backward_s  # type: ignore[assignment]
         if all(work[rank] > 0 for rank in self._pipeline_rank):
             self._weights = [work[rank] for rank in self._pipeline_rank]
-            self._has_plan = True
+            is_measured = prediction.provenance == "measured"
+            self._share_by_plan = _SHARE_BY_PLAN if is_measured else _SHARE_BY_ESTIMATE
 
     def step(
         self,
@@ -107,14 +110,18 @@ class Stragglers:
         excess = self._beyond_due(own)
         slowest = max(range(len(own)), key=excess.__getitem__)
         paused = self._paused(number, cycle_s, excess[slowest], slowest, held_up_s)
-        if paused is None:
-            self._own.append(own)
-            self._excess.append(excess)
-            self._between.append(between_s)
-            self._cycles.append(cycle_s)
+        self._own.append(own)
+        self._excess.append(excess)
+        self._between.append(between_s)
+        self._cycles.append(cycle_s)
         if self._named is not None:
             return self._goes_on(excess, cycle_s)
-        return paused or self._sets_in(number)
+        before, self._pause = self._pause, paused
+        if paused is not None:
+            return Slow(paused.rank, paused.excess_s)
+        if before is not None and excess[before.rank] < before.excess_s / 2:  # else it is slow for good
+            return self._told_of_pause(before)
+        return self._sets_in(number)
 
     def _beyond_due(self, own: Sequence[float]) -> list[float]:
         """Of each rank, seconds beyond its due: judged by the median of the others."""
@@ -131,7 +138,7 @@ class Stragglers:
         if len(self._own) < _WINDOW or sum(self._cycles) < _LONG_S:
             return None
         cycle_s = median(self._cycles)
-        share = _SHARE if self._by_history or self._alike else _SHARE_BY_PLAN
+        share = _SHARE if self._by_history or self._alike else self._share_by_plan
         for rank, latest_s in enumerate(self._excess[-1]):
             if latest_s < share * cycle_s:
                 continue
@@ -140,7 +147,8 @@ class Stragglers:
                 self._named, excess_s = rank, median(excess)
                 return Slow(rank, excess_s, self._told(rank, excess_s, cycle_s, number))
         if not self._by_history and not self._alike:
-            usual = [median(each) for each in zip(*self._own, strict=True)]
+            # Of their faster steps: one that became slow meanwhile is not judged by that.
+            usual = [sorted(each)[_WINDOW // 4] for each in zip(*self._own, strict=True)]
             self._by_history = all(usual)
             if self._by_history:
                 self._weights = usual
@@ -187,10 +195,14 @@ class Stragglers:
             rank, paused_s, why = slowest, excess_s, "the others waited for it"
         else:
             return None
-        self._pauses += 1
         share = f" ({paused_s / cycle_s:.0%} of it)" if paused_s <= cycle_s else ""
         told = f"rank {rank} paused for {format_seconds(paused_s)} about step {number}{share}: {why}"
-        return Slow(rank, min(paused_s, cycle_s), told if self._pauses <= _MOST_PAUSES else "")
+        return Slow(rank, min(paused_s, cycle_s), told)
+
+    def _told_of_pause(self, pause: Slow) -> Slow | None:
+        """When it is over: what goes on is no pause."""
+        self._pauses += 1
+        return Slow(pause.rank, 0.0, pause.told) if self._pauses <= _MOST_PAUSES else None
 
 
 def told_of_slow(steps: Iterable[Mapping[str, Any]], where: str = "") -> str:

@@ -179,8 +179,8 @@ class Reporter:
                 outside_s=step.outside_s or None,
                 update_s=self._facts.update_s(),
                 skipped_updates=skipped or None,
-                slow_rank=None if slow is None else slow.rank,
-                slow_s=None if slow is None else slow.excess_s,
+                slow_rank=slow.rank if slow is not None and slow.excess_s else None,
+                slow_s=slow.excess_s or None if slow is not None else None,
             )
         )
         if slow is not None and slow.told:

@@ -107,7 +107,7 @@ def test_a_process_that_stood_still_is_named_at_once():
     assert line.startswith("rank 1 paused for 2.0")
     assert "about step 21" in line
     assert "stood still" in line
-    assert [number for number, *_ in slow] == [21]
+    assert [number for number, _, excess_s in slow if excess_s] == [21]
 
 
 def test_a_host_that_stood_still_is_no_rank_s_fault():
@@ -121,7 +121,14 @@ def test_pauses_are_told_three_times_at_most():
     assert run(Stragglers([0, 1]), [*usual(20), ([1.5, 0.4], [2.0, 0.0], None)], seconds=1.6)[0] == []
     assert len(told) == 3
     assert told[0].startswith("rank 0 paused for 2.00 s about step 21")
-    assert len(slow) == 5
+    assert len([excess_s for *_, excess_s in slow if excess_s]) == 5
+
+
+def test_a_rank_that_is_slow_for_good_has_not_paused():
+    slow = [([0.4, 5.4], [0.0, 0.0], None)] * 60
+    told, _ = run(Stragglers([0, 1]), usual(10) + slow, seconds=5.4)
+    (line,) = told
+    assert line.startswith("rank 1 keeps the others waiting since step 11: 5.00 s")
 
 
 def test_a_single_rank_has_nobody_to_keep_waiting():
