@@ -47,7 +47,7 @@ def note(step: int, loss: float) -> None:
 def build() -> nn.Module:
     """Eight small blocks."""
     torch.manual_seed(0)
-    np.random.seed(0)  # checkpoints have its state, too  # noqa: NPY002
+    np.random.seed(0)  # checkpoints have its state, too
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
 
 
