@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -378,23 +379,24 @@ def soak(minutes: float, options: argparse.Namespace) -> int:
         for note in run.steps:
             repeated.setdefault(note["step"], set()).add(note["loss"])
         unlike += [step for step, all_losses in repeated.items() if len(all_losses) > 1]
-        files = [_weights(each.folder / "runs/run/checkpoints", last) for each in (run, other)]
+        tensors = [_tensors(each.folder / "runs/run/checkpoints", last) for each in (run, other)]
         wrong = sum(not each.right for each in found)
         print("\n".join(table(found)))
         print(
             f"{layout}, {ranks} ranks, {minutes:g} minutes: {len(run.faults)} faults, {wrong} wrong names, "
-            f"{last} steps; losses that differ from an undisturbed run: {len(unlike)}; weights equal: "
-            f"{files[0] == files[1]}"
+            f"{last} steps; losses that differ from an undisturbed run: {len(unlike)}; tensors equal: "
+            f"{tensors[0] == tensors[1]}"
         )
-        return 0 if not unlike and files[0] == files[1] else 1
+        return 0 if not unlike and tensors[0] == tensors[1] else 1
 
 
-def _weights(folder: Path, step: int) -> dict[str, str]:
-    """The checksums of the ranks' files, by name, of a checkpoint."""
+def _tensors(folder: Path, step: int) -> dict[str, list[tuple[str, str]]]:
+    """Checksums of all tensors of a checkpoint, of optimizers and generators, too: ranks share them anew."""
     name = next(commit.name for commit in CheckpointFolder(folder).commits() if commit.step == step)
-    manifest = json.loads((folder / name / "manifest.json").read_text())
+    saved = CheckpointFolder(folder).open(name)
     return {
-        file: entry["sha256"] for file, entry in manifest["files"].items() if file.endswith(".safetensors")
+        tensor: sorted((str(it.target), sha256(it.stored.data).hexdigest()) for it in saved.whole(tensor))
+        for tensor in saved.index.tensors
     }
 
 

@@ -85,6 +85,7 @@ def folder(tmp_path_factory):
     for name in ("examples", "benchmarks"):
         (path / name).symlink_to(ROOT / name)
     (path / "train.py").write_text(TRAIN)
+    (path / "faults.yaml").write_text("faults: [{kind: kill, rank: 1, step: 2}]")
     launcher = [sys.executable, "-m", "shardwright", "run", "-q", "-n", "2"]
     for words in ([sys.executable, "-c", GPT2], [*launcher, "train.py"], [*launcher, "--fresh", "train.py"]):
         subprocess.run(words, cwd=path, check=True, timeout=120)
