@@ -38,6 +38,13 @@ _MOST_LINES = 20
 _MOST_LETTERS = 200  # of a name
 
 
+def no_bool(value: Any) -> Any:
+    """Refuses true and false, which pydantic reads as 1 and 0: a slip would become "one microbatch"."""
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
+
+
 def describe(findings: Iterable[Mapping[str, Any]], *, root: str, known: Iterable[str] = ()) -> list[str]:
     """One line for each finding."""
     return [_line(finding, root, tuple(known)) for finding in findings]

@@ -10,10 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.files.user_file import Bytes, NonNegative, Positive, Seconds
+from shardwright.files.user_file import Bytes, NonNegative, Positive, Seconds, Share
 from shardwright.quantities import MOST_RANKS_OF_HOST
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=2**40)]
 
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from shardwright.errors import ConfigError
 from shardwright.mesh import canonical_placement
+from shardwright.problems import no_bool
 from shardwright.quantities import (
     MOST_BYTES,
     MOST_ELEMENTS,
@@ -22,13 +23,6 @@ from shardwright.quantities import (
     parse_bytes,
 )
 from shardwright.text import control_in, shown
-
-
-def no_bool(value: Any) -> Any:
-    """Refuses true and false, which pydantic reads as 1 and 0: a slip would become "one microbatch"."""
-    if isinstance(value, bool):
-        raise ValueError("it must be a number")
-    return value
 
 
 def _no_control(value: str) -> str:

@@ -34,7 +34,7 @@ from pydantic import (
 
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.files.documents import DocumentError, parse_json, parse_yaml
-from shardwright.problems import describe, field_names, join
+from shardwright.problems import describe, field_names, join, no_bool
 from shardwright.quantities import MOST_BYTES, parse_bytes
 from shardwright.text import control_in, printable
 
@@ -199,13 +199,7 @@ class Record(BaseModel):
     @classmethod
     def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         is_number = _is_number(cls.model_fields[str(info.field_name)].annotation)
-        return _no_bool(value) if is_number else value
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("it must be a number")
-    return value
+        return no_bool(value) if is_number else value
 
 
 def _is_number(annotation: Any) -> bool:
@@ -225,11 +219,12 @@ def _kinds(annotation: Any) -> Any:
 
 
 # For the fields of dataclasses, too.
-_NUMBER = BeforeValidator(_no_bool)
+_NUMBER = BeforeValidator(no_bool)
 Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False), _NUMBER]
 NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False), _NUMBER]
 Seconds = Annotated[float, Field(ge=0, le=1e6), _NUMBER]  # more are a mistake, as of one unit or message
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES), _NUMBER]
+Share = Annotated[float, Field(ge=0, le=1), _NUMBER]
 
 
 def _bytes(value: Any) -> Any:

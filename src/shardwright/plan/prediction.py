@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeInt
 
 from shardwright.files import Record
-from shardwright.files.user_file import Positive
+from shardwright.files.user_file import Positive, Share
 from shardwright.profile import Cost
 from shardwright.quantities import MOST_RANKS, MOST_RANKS_OF_HOST
 
@@ -43,7 +43,7 @@ class LinkConditions(Record):
 
     latency_s: Seconds
     bandwidth_Bps: Positive | None
-    occupancy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    occupancy: Share = 0.0
 
 
 class Conditions(Record):
@@ -87,9 +87,6 @@ class Conditions(Record):
     hidden_s: Seconds = 0.0
     window_s: Seconds = 0.0
     memory_limit_bytes: NonNegativeInt = 0
-
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class CostRecord(Record):
@@ -183,7 +180,7 @@ class Prediction(Record):
 
     step_s: Seconds
     sync_s: Seconds = 0.0
-    bubble: Fraction
+    bubble: Share
     stages: tuple[StagePrediction, ...]
     memory: tuple[MemoryPrediction, ...]
     provenance: Literal["measured", "estimated"]

@@ -27,6 +27,7 @@ from pydantic import (
 
 from shardwright.errors import StalePlanError
 from shardwright.files import Record
+from shardwright.files.user_file import Positive, Seconds
 from shardwright.placement import Cut
 from shardwright.quantities import MOST_DIMS
 
@@ -122,10 +123,6 @@ def _check(name: str, shape: Sequence[int], cut: Cut) -> None:
         )
 
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
 class TensorPrices(Record):
     """By which ranks choose the placements of what they compute: all decide alike, as the planner did.
 
@@ -137,9 +134,9 @@ class TensorPrices(Record):
     """
 
     latency_s: Seconds
-    bandwidth_Bps: Rate
-    flops_per_s: Rate
-    memory_Bps: Rate
+    bandwidth_Bps: Positive
+    flops_per_s: Positive
+    memory_Bps: Positive
 
     def exchange_s(self, calls: float, num_bytes: float) -> float:
         """Seconds of so many collectives, in which a rank sends so many bytes."""
