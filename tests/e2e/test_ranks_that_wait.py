@@ -1,5 +1,6 @@
 """Who sleeps, or runs no Python, is named with its stack; a stopped rank, or a lone one, ends the run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,35 @@ def test_who_runs_no_python_is_named_and_who_is_stopped_ends_the_run(tmp_path: P
     assert record.steps == 4
     assert (record.actions[-1].kind, record.actions[-1].microbatch) == (-1, 4)
     assert "load" in record.beat.stack
+
+
+KILLED = (
+    BEGIN
+    + """def hook(module, inputs):
+    if len(done) == 2 and sw.rank() == 1:
+        happen("kill")
+
+done = []
+model.module[3].register_forward_pre_hook(hook)
+for step in range(4):
+    train(model, torch.ones(4, 8))
+    done.append(step)
+"""
+)
+
+
+def test_the_last_actions_of_a_killed_rank_stay(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KILLED)
+    command = [sys.executable, "-m", "shardwright", "run", "-n", "2", "train.py"]
+    subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
+    command = [sys.executable, "-m", "shardwright", "status", "train", "--json"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+    _, killed = json.loads(found.stdout)
+    assert (killed["state"], killed["step"], killed["does"].split(",")[0]) == (
+        "gone",
+        3,
+        "forward of microbatch 0 on stage 1",
+    )
+    actions = [action["action"] for action in killed["actions"]]
+    assert "step 2 ended" in actions
+    assert "backward of microbatch 1 on stage 1" in actions

@@ -37,6 +37,7 @@ from shardwright.flight_record import (
     PAGE_VARIABLE,
     Beat,
     Page,
+    keep,
     open_kept,
     read_beat,
     space_of_processes,
@@ -137,9 +138,14 @@ class Pulse:
             with suppress(OSError):  # the disk is full, or far away
                 os.pwrite(self._kept, self.page.content(), 0)
 
-    def keep_collectives(self) -> None:
-        """Leaves what PyTorch has recorded of collectives beside the page; this rank fails."""
-        if self._kept_in is not None and (found := recorded_collectives()):
+    def keep_of_failure(self, others: Mapping[int, "OtherPage"]) -> None:
+        """Leaves the pages of ranks that were killed, and what PyTorch has recorded; this rank fails."""
+        if self._kept_in is None:
+            return
+        for rank, page in others.items():
+            if not page.state() and page.read().at_s < float("inf"):
+                keep(self._kept_in, rank, page.content())
+        if found := recorded_collectives():
             with suppress(OSError):
                 replace_file(
                     self._kept_in / FOLDER / f"rank{self._rank}.collectives.json", found, follows=False
@@ -187,6 +193,10 @@ class OtherPage:
         if beat is None:
             raise ValueError("no page of a rank")
         return beat
+
+    def content(self) -> bytes:
+        """All of it, also once the process has ended."""
+        return self._page[:]
 
     def state(self) -> str:
         """What the kernel says of the process: a letter as in ``ps``; empty where it has ended."""

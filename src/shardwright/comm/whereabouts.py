@@ -335,7 +335,7 @@ class Whereabouts:
             self._confess(error)
         self._failed = True
         if self._pulse is not None:
-            self._pulse.keep_collectives()
+            self._pulse.keep_of_failure({} if self._pulses is None else self._pulses.pages)
         first_line = str(error).partition("\n")[0][:500]
         self.close(f"has ended with {type(error).__name__}: {first_line}")
 
@@ -396,7 +396,7 @@ class Whereabouts:
         """Ends this process, which waits in C++ for what will never come, with the stack of its script."""
         self._confess(RuntimeError(why))
         if self._pulse is not None:
-            self._pulse.keep_collectives()
+            self._pulse.keep_of_failure({} if self._pulses is None else self._pulses.pages)
         name = f"{PeerTimeoutError.__module__}.{PeerTimeoutError.__name__}"
         sys.stdout.flush()
         sys.stderr.write(f"Traceback (most recent call last):\n{self._stillness.stack}\n{name}: {why}\n")

@@ -1,5 +1,6 @@
 """The pulses of ranks: what a page says, and what is concluded from pages that stand still."""
 
+import mmap
 import os
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -7,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from shardwright import flight_record
 from shardwright.comm import pulse
 from shardwright.comm.pulse import Doing, OtherPage, PageAddress, Pulse, Pulses
-from shardwright.flight_record import PAGE_VARIABLE, Beat, read_page, read_progress
+from shardwright.flight_record import PAGE_BYTES, PAGE_VARIABLE, Beat, read_page, read_progress
 
 
 @dataclass
@@ -151,15 +153,25 @@ def test_a_rank_that_was_itself_held_up_does_not_judge_others_by_that(clock):
         assert pulses.look(waits=True) is None
 
 
+def killed(life):
+    """The page of a rank that was killed: this process still has the memory."""
+    record = flight_record.Page(mmap.mmap(-1, PAGE_BYTES), 0)
+    record.beat(waits=False)
+    record.progress(100 + life, has_saved=False)
+    page = Page(at(1000.0), kernel="")
+    page.content = record.content
+    return page
+
+
 def test_a_page_is_kept_in_the_run_folder_beside_that_of_the_life_before(tmp_path, monkeypatch):
     monkeypatch.setattr(pulse, "recorded_collectives", lambda: b'{"entries": []}')
     for life in range(2):
         mine = Pulse(1)
-        mine.keep_collectives()  # no folder yet
+        mine.keep_of_failure({})  # no folder yet
         mine.keep_in(tmp_path / "nowhere")
         mine.keep_in(tmp_path)
         mine.page.progress(life, has_saved=False)
-        mine.keep_collectives()
+        mine.keep_of_failure({0: killed(life), 2: Page(at(1000.0), kernel="S")})
         mine.rest("has come to its end")
     lives = {
         path.name: read_page(path.read_bytes())
