@@ -3,7 +3,7 @@
 ::
 
     sw.init ── init          run_step ── start      _compute ── forward, backward     close ── end
-                             SaveUnderWay ── save   UpdateClock.run ── update
+                             NewFile.write ── save  UpdateClock.run ── update
 
 `sw.init` calls `install` where ``SHARDWRIGHT_CHAOS`` is set. Only the points that a rank needs are watched,
 by another function in the place of the library's own: a run without faults runs none of this.
@@ -20,17 +20,13 @@ from typing import Any
 
 from shardwright.after_import import after_import
 from shardwright.run.context import context, is_initialized
-from shardwright.schedule import Action
-from shardwright.schedule import Kind as ActionKind
-from shardwright.testing.faults import CHAOS, Fault, Faults, Phase, RandomFaults, happen
+from shardwright.schedule import Action, Kind
+from shardwright.testing.faults import CHAOS, RANDOM_PHASES, Fault, Faults, Phase, RandomFaults, happen
 
 __all__ = ["NOTES", "RankFaults", "happened", "install"]
 
 NOTES = "faults.jsonl"
 """A line for each fault that has happened."""
-
-_TO_THE_PROCESS = ("kill", "exit", "stop", "full_disk")
-"""Faults that come at a save while the file is written, and not before."""
 
 
 def install(rank: int, world_size: int) -> None:
@@ -76,8 +72,9 @@ class RankFaults:
         self._random: _Drawn | None = None
         drawn: tuple[Phase, ...] = ()
         if faults.random is not None:
-            self._random = _Drawn(faults.random, world_size, first=_num_random(before))
-            drawn = ("update", *faults.random.phases)
+            first = max((int(name[1:]) + 1 for name in before if name.startswith("r")), default=0)
+            self._random = _Drawn(faults.random, world_size, first=first)
+            drawn = RANDOM_PHASES
         self.phases = {*drawn, *(fault.phase for fault in self._waiting.values())}
 
     def at(self, phase: Phase, step: int | None = None) -> None:
@@ -86,7 +83,8 @@ class RankFaults:
             happen(fault.kind, fault.seconds)
         if phase == "end":
             for fault in self._waiting.values():  # a test that nothing has disturbed would prove little
-                sys.stderr.write(f"shardwright: this fault has not happened: {fault}\n")
+                text = fault.model_dump_json(exclude_defaults=True)
+                sys.stderr.write(f"shardwright: this fault has not happened: {text}\n")
 
     def due(self, phase: Phase, step: int | None = None) -> Iterator[Fault]:
         """What is to happen now; it is noted before."""
@@ -113,11 +111,6 @@ class RankFaults:
 
 def _ends(note: dict[str, Any]) -> bool:
     return note["kind"] not in ("pause", "slow")
-
-
-def _num_random(before: set[str]) -> int:
-    """The number of the next random fault."""
-    return max((int(name[1:]) + 1 for name in before if name.startswith("r")), default=0)
 
 
 class _Drawn:
@@ -184,7 +177,8 @@ def _watch(faults: RankFaults) -> None:
         steps = "shardwright.torch.model.steps"
         after_import(steps, lambda it: at(it.Steps, "run", lambda *_: ("start", None)))
     if "save" in faults.phases:
-        after_import("shardwright.run.saving", lambda it: _watch_saves(it.SaveUnderWay, faults))
+        disk = "shardwright.checkpoint.disk"
+        after_import(disk, lambda it: at(it.NewFile, "write", lambda *_: ("save", _steps_done())))
     after_import("shardwright.run.reporting", lambda it: at(it.Reporter, "close", lambda *_: ("end", None)))
 
 
@@ -198,31 +192,4 @@ def _in_step(phase: Phase) -> _Point:
 
 
 def _of_action(stage: Any, action: Action) -> tuple[Phase, int | None]:
-    return ("forward" if action.kind is ActionKind.FORWARD else "backward"), _steps_done() + 1
-
-
-def _watch_saves(save: Any, faults: RankFaults) -> None:
-    """Has faults come at a save: those of the whole process, or of the disk, while its file is written."""
-    original = save.__init__
-
-    @wraps(original)
-    def begin(self: Any, run: Any, draft: Any, *args: Any, disk: Any, **kwargs: Any) -> None:
-        for fault in faults.due("save", _steps_done()):
-            if fault.kind in _TO_THE_PROCESS:
-                _before_writes(disk, draft.path, fault)
-            else:
-                happen(fault.kind, fault.seconds)
-        original(self, run, draft, *args, disk=disk, **kwargs)
-
-    save.__init__ = begin
-
-
-def _before_writes(disk: Any, folder: Path, fault: Fault) -> None:
-    before = disk._before
-
-    def look(operation: str, path: Path) -> None:
-        if operation == "write" and folder in path.parents:
-            happen(fault.kind, fault.seconds)
-        before(operation, path)
-
-    disk._before = look
+    return ("forward" if action.kind is Kind.FORWARD else "backward"), _steps_done() + 1

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,24 +30,13 @@ from shardwright.errors import ConfigError
 from shardwright.files.user_file import Positive, Record, UserFile
 from shardwright.quantities import MOST_NODES, MOST_RANKS_OF_HOST, MOST_SECONDS
 
-__all__ = ["CHAOS", "Fault", "Faults", "Kind", "Phase", "RandomFaults", "happen", "missing_for_links"]
+__all__ = ["CHAOS", "RANDOM_PHASES", "Fault", "Faults", "Kind", "Phase", "RandomFaults", "happen"]
 
 CHAOS = "SHARDWRIGHT_CHAOS"
 """The variable with the path of the file."""
 
-Kind = Literal[
-    "kill",
-    "stop",
-    "spin",
-    "gil",
-    "exit",
-    "raise",
-    "lone_collective",
-    "slow",
-    "pause",
-    "link_down",
-    "full_disk",
-]
+_Random = Literal["kill", "stop", "spin", "gil", "exit", "raise", "lone_collective", "slow", "pause"]
+Kind = Literal[_Random, "link_down", "full_disk"]
 """What happens to a rank:
 
 - ``kill``: SIGKILL, as when memory runs out; ``exit``: it leaves with code 0, and says nothing;
@@ -62,6 +51,7 @@ Kind = Literal[
 Phase = Literal["init", "start", "forward", "backward", "update", "save", "end"]
 """When: as ``sw.init`` begins, before the first step of the process, in a step, or after the last one."""
 
+RANDOM_PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 _IN_STEPS = ("forward", "backward", "update", "save")
 _TIMED = ("slow", "pause")
 _WITH_SECONDS = (*_TIMED, "stop", "spin", "gil", "link_down")
@@ -102,48 +92,27 @@ class Fault(Record):
             raise ValueError(f"phase {self.phase} is outside of steps, so leave step out")
         if self.kind == "full_disk" and self.phase != "save":
             raise ValueError("full_disk is for phase save")
-        if self.kind == "lone_collective" and self.phase in ("init", "forward", "backward"):
-            raise ValueError("lone_collective comes outside of step functions: start, update, save or end")
+        if self.kind == "lone_collective" and self.phase not in ("start", "update", "end"):
+            raise ValueError("lone_collective is for phases start, update and end: the script is there")
         return self
-
-    def __str__(self) -> str:
-        """For people."""
-        lasts = "" if self.seconds is None else f" for {self.seconds:g} s"
-        at = "" if self.step is None else f" from step {self.step}"
-        return f"{self.kind}{lasts} on rank {self.rank}, {self.phase}{at}"
-
-
-_OF_RANDOM: tuple[Kind, ...] = ("kill", "stop", "spin", "gil", "exit", "raise", "lone_collective", "pause")
 
 
 class RandomFaults(Record):
-    """Faults one after the other, drawn by a seed: any of the ranks, kinds and phases.
-
-    A lone collective comes with an update in any case.
+    """Faults one after the other, drawn by a seed: any rank and kind, in a step.
 
     Attributes:
         every_s: seconds on average from the first step after a start, or from the last fault, to the next.
-        ranks: that may be drawn; None: all.
         seconds: of ``pause`` and ``slow``.
         most: so many in all.
     """
 
     seed: int = 0
     every_s: Positive = 60.0
-    kinds: tuple[Kind, ...] = Field(_OF_RANDOM, min_length=1)
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1)
-    phases: tuple[Literal["forward", "backward", "update"], ...] = Field(
-        ("forward", "backward", "update"), min_length=1
+    kinds: tuple[_Random, ...] = Field(
+        tuple(kind for kind in get_args(_Random) if kind != "slow"), min_length=1
     )
     seconds: _Seconds = 2.0
     most: Annotated[int, Field(ge=0)] | None = None
-
-    @field_validator("kinds")
-    @classmethod
-    def _in_steps(cls, kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
-        if "full_disk" in kinds:
-            raise ValueError("full_disk is for a save, and random faults come in steps: name it in faults")
-        return kinds
 
     def drawn(self, number: int, world_size: int) -> tuple[Fault, float]:
         """The fault of a number from 0, and after how many seconds it comes."""
@@ -151,9 +120,9 @@ class RandomFaults(Record):
         kind = draw.choice(self.kinds)
         fault = Fault(
             kind=kind,
-            rank=draw.choice(self.ranks or range(world_size)),
+            rank=draw.randrange(world_size),
             step=1,
-            phase="update" if kind == "lone_collective" else draw.choice(self.phases),
+            phase="update" if kind == "lone_collective" else draw.choice(RANDOM_PHASES),
             seconds=self.seconds if kind in _TIMED else None,
         )
         return fault, self.every_s * draw.uniform(0.5, 1.5)
@@ -177,14 +146,13 @@ class Faults(Record):
 
     def check(self, world_size: int) -> None:
         """Refuses ranks that the run has not, and faults that this machine cannot have."""
-        ranks = [fault.rank for fault in self.faults]
-        ranks += (self.random and self.random.ranks) or ()
-        if max(ranks, default=0) >= world_size:
+        last = max((fault.rank for fault in self.faults), default=0)
+        if last >= world_size:
             raise ConfigError(
-                f"a fault is for rank {max(ranks)}, but the ranks are 0 to {world_size - 1}. Name one of "
-                f"them, or start more: shardwright run -n {max(ranks) + 1}"
+                f"a fault is for rank {last}, but the ranks are 0 to {world_size - 1}. Name one of them, or "
+                f"start more: shardwright run -n {last + 1}"
             )
-        kinds = {fault.kind for fault in self.faults} | set(self.random.kinds if self.random else ())
+        kinds = {fault.kind for fault in self.faults}
         if "link_down" in kinds and (missing := missing_for_links()):
             raise ConfigError(
                 f"link_down cannot be had here: {missing}. Hosts with links of their own: "

@@ -22,7 +22,6 @@ def read(folder: Path, text: str) -> Faults:
 def test_a_file_says_kind_rank_step_and_phase(tmp_path: Path) -> None:
     found = read(tmp_path, "faults: [{kind: full-disk, rank: 1, phase: save, step: 3}]\nrandom: {seed: 7}")
     assert found.faults == (Fault(kind="full_disk", rank=1, phase="save", step=3),)
-    assert str(found.faults[0]) == "full_disk on rank 1, save from step 3"
     assert found.random == RandomFaults(seed=7, every_s=60)
     assert read(tmp_path, "") == Faults()
 
@@ -37,20 +36,20 @@ def test_a_file_says_kind_rank_step_and_phase(tmp_path: Path) -> None:
         ("faults: [{kind: kill, rank: 0, seconds: 1}]", "kill takes no seconds"),
         ("faults: [{kind: kill, rank: 0, phase: end, step: 2}]", "leave step out"),
         ("faults: [{kind: full_disk, rank: 0}]", "full_disk is for phase save"),
-        ("faults: [{kind: lone_collective, rank: 0, phase: backward}]", "outside of step functions"),
+        ("faults: [{kind: lone_collective, rank: 0, phase: backward}]", "phases start, update and end"),
         ("faults: [{kind: kill, rank: 0, stepp: 2}]", "stepp"),
         ("random: {kinds: []}", "random.kinds"),
-        ("random: {kinds: [full_disk]}", "name it in faults"),
+        ("random: {kinds: [full_disk]}", "random.kinds.0"),
         ("random: {every_s: 0}", "random.every_s"),
     ],
 )
 def test_a_mistake_is_named_by_line_or_field(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"chaos file .*{said}"):
+    with pytest.raises(ConfigError, match=f"(?s)chaos file .*{said}"):
         read(tmp_path, text)
 
 
 def test_a_run_without_such_a_rank_is_refused() -> None:
-    faults = Faults(random=RandomFaults(ranks=(0, 5)))
+    faults = Faults(faults=(Fault(kind="kill", rank=5),))
     faults.check(6)
     with pytest.raises(ConfigError, match="rank 5, but the ranks are 0 to 3"):
         faults.check(4)
@@ -111,7 +110,7 @@ def test_random_faults_come_to_their_rank_and_go_on_after_a_restart(
 ) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    drawn = RandomFaults(every_s=10, kinds=("kill", "stop"), phases=("update",), most=2)
+    drawn = RandomFaults(every_s=10, kinds=("lone_collective",), most=2)  # with updates alone
     faults = Faults(random=drawn)
     (first, after_s), (second, _) = drawn.drawn(0, 2), drawn.drawn(1, 2)
     victim, other = points(tmp_path, faults, first.rank), points(tmp_path, faults, 1 - first.rank)
