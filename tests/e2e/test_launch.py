@@ -374,6 +374,58 @@ def test_two_agents_agree_on_a_generation_after_one_of_them_lost_a_rank(folder):
     assert sum(out.count("done, restart") for out, _ in found) == 2
 
 
+COMES_AND_GOES = """
+    import pathlib, time
+    import torch
+    import shardwright.torch as sw
+
+    sw.init({"profile": "estimated", "microbatches": 1, "pipeline_parallel_degree": 1, "timeout_s": 60})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(torch.nn.Linear(4, 4))
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoints = sw.Checkpoints(every=1)
+
+    @sw.step
+    def train(model, x):
+        model.backward(model(x).square().mean())
+
+    world = sw.size()
+    step = checkpoints.resume()
+    while not pathlib.Path("enough").exists() or world < 2:
+        optimizer.zero_grad()
+        train(model, torch.ones(4, 4))
+        optimizer.step()
+        step += 1
+        checkpoints.step_done(step)
+        if sw.rank() == 0:
+            pathlib.Path(f"world{world}").write_text(str(step))
+        time.sleep(0.05)
+    print(f"done at step {step} on {world} ranks", flush=True)
+"""
+
+
+def test_a_run_goes_on_with_fewer_hosts_and_takes_them_back(folder):
+    """Two hosts, played by two agents; the second one dies, and comes again."""
+    script = folder.script(COMES_AND_GOES)
+    words = ["--nnodes", "2", "--min-nodes", "1", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+    words += ["--max-restarts", "3", "-n", "1", script]
+    first = folder.start(*words)
+    time.sleep(2)  # it serves the store
+    second = folder.start(*words)
+    both = int(folder.wait_for("world2"))
+    second.kill()
+    second.communicate(timeout=30)
+    alone = int(folder.wait_for("world1"))
+    (folder.path / "world2").unlink()
+    second = folder.start(*words)
+    again = int(folder.wait_for("world2"))
+    assert both <= alone <= again
+    (folder.path / "enough").touch()
+    found = [each.communicate(timeout=60) for each in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], found
+    assert "".join(out for out, _ in found).count("on 2 ranks") == 2, found
+
+
 def _free_port():
     import socket
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import socket
 from pathlib import Path
 
 import pytest
@@ -102,25 +103,30 @@ def test_hosts_that_count_restarts_differently_agree_on_a_generation():
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("launcher_serves_store", "said"),
     [
-        (
-            {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            r"Rank 0 waited 0.5 s at the start, but of 2 ranks.*: 1. Look into",
-        ),
-        ({}, r"could not join the gloo process group within 0.5 s: rank 1 did not come"),
+        ("True", r"Rank 0 waited 0.5 s at the start, but of 2 ranks.*: 1. Look into"),
+        (None, r"could not join the gloo process group within 0.5 s: rank 1 did not come"),
     ],
-    ids=["two hosts", "one host"],
 )
-def test_a_rank_that_does_not_come_is_named(env, said):
+def test_a_rank_that_does_not_come_is_named(launcher_serves_store, said):
     def join():
         environment = detect(os.environ)
         if environment.rank == 1:
             return
         init_process_group(environment, backend="gloo", timeout_s=0.5)
 
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = str(probe.getsockname()[1])
+    env = {"TORCHELASTIC_USE_AGENT_STORE": launcher_serves_store}
     with pytest.raises(RanksFailedError, match=said):
-        run_ranks(join, 2, init_process_group=False, env=env)
+        run_ranks(
+            join,
+            2,
+            init_process_group=False,
+            env=env if launcher_serves_store else {**env, "MASTER_PORT": free},
+        )
 
 
 def test_two_default_groups_are_refused():

@@ -58,6 +58,12 @@ def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, t
         ({"target": "{folder}/my", "arguments": ("script.py",)}, r'Put quotes around it: .*my script\.py"'),
         ({"target": "/"}, "/ is a folder. Give the path of a script"),
         ({"num_nodes": 2}, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+        ({"min_nodes": 2}, "--min-nodes is 2, but it must be from 1 to the 1 of --nnodes"),
+        ({"num_nodes": 2, "endpoint": "a:1", "min_nodes": 1}, "set --max-restarts"),
+        (
+            {"num_nodes": 2, "endpoint": "a:1", "min_nodes": 1, "max_restarts": 1, "node_rank": 0},
+            "leave out --node-rank",
+        ),
         (
             {"num_nodes": 2, "endpoint": "a:1", "node_rank": 2},
             "--node-rank 2 is not in 0 to 1, for --nnodes is 2",

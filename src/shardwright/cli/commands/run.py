@@ -65,6 +65,14 @@ MaxRestarts = Annotated[
         "--max-restarts", min=0, max=MOST_RESTARTS, help="How often all ranks start again after a failure."
     ),
 ]
+MinNodes = Annotated[
+    int | None,
+    typer.Option(
+        "--min-nodes",
+        min=1,
+        help="Hosts that are enough: when one is lost, the others go on; when it is back, it joins in.",
+    ),
+]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Plan to follow.")]
 RunDir = Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Folder that holds the run folders.")]
 Name = Annotated[
@@ -118,6 +126,7 @@ def run(
     num_nodes: NumNodes = 1,
     node_rank: NodeRank = None,
     endpoint: Endpoint = None,
+    min_nodes: MinNodes = None,
     max_restarts: MaxRestarts = 0,
     plan: PlanFile = None,
     config: ConfigFile = None,
@@ -162,6 +171,7 @@ def run(
         num_nodes=num_nodes,
         node_rank=node_rank,
         endpoint=endpoint,
+        min_nodes=min_nodes,
         max_restarts=max_restarts,
         run_folder=run_dir / (name or "run"),
         plan=plan,

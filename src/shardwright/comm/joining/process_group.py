@@ -3,10 +3,9 @@
 After a worker has died, a launcher that restarts the others keeps its key-value store, with the addresses of
 dead ranks in it. So each life uses keys of its own, and all ranks must know its number.
 
-On one host the launcher's restart count is that number. Over several hosts the counts may differ: a host
-whose workers restarted only because another host's failed does not count it. Then rank 0 takes the next
-number and hands it out. Since the store may hold entries of earlier lives, a rank must prove that it is
-alive::
+The launcher's restart count is not that number: a host whose workers restarted only because another host's
+failed, or has come or gone, does not count it. So rank 0 takes the next number and hands it out. Since the
+store may hold entries of earlier lives, a rank must prove that it is alive::
 
     rank r                                       rank 0
     (1) hello/r  := a fresh random token
@@ -53,12 +52,12 @@ from shardwright.errors import LaunchError, UsageError
 from shardwright.quantities import format_seconds
 
 _PREFIX = "shardwright/generation"
-_POLL_S = 0.02
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
 
 def agree_on_generation(store: Store, environment: LaunchEnvironment, *, timeout_s: float) -> int:
     """Returns a number that all ranks of this life, and none of an earlier one, get."""
-    if environment.num_nodes == 1 or not environment.launcher_serves_store:
+    if environment.world_size == 1 or not environment.launcher_serves_store:
         return environment.restart_count
     if environment.rank == 0:
         return _hand_out(store, environment.world_size, timeout_s=timeout_s)
@@ -97,6 +96,7 @@ def _hand_out(store: Store, world_size: int, *, timeout_s: float) -> int:
     missing = set(range(1, world_size))
     answered: set[bytes] = set()
     limit_s = time.monotonic() + timeout_s
+    pause_s = _FIRST_PAUSE_S
     while missing:  # (3)
         for rank in sorted(missing):
             greeting = f"{_PREFIX}/hello/{rank}"
@@ -110,7 +110,9 @@ def _hand_out(store: Store, world_size: int, *, timeout_s: float) -> int:
                 f"Rank 0 waited {timeout_s:g} s at the start, but of {world_size} ranks these did not come: "
                 f"{', '.join(map(str, sorted(missing)))}. Look into their logs."
             )
-        time.sleep(_POLL_S if missing else 0.0)
+        if missing:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return number
 
 

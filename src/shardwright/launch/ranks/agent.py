@@ -162,7 +162,8 @@ def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
     supervisor = ["-P", "-m", "shardwright.launch.ranks.worker", "--exits", f"{folder}/exits.jsonl"]
     limits = ["--logs", str(request.logs.absolute()), "--grace-s", str(request.grace_s)]
     standby = ["--standby", folder] if _has_standby(request) else []
-    return as_it_is([*supervisor, *limits, *standby, "--", sys.executable, "-u", *request.script])
+    goes_on = ["--goes-on"] if request.min_nodes else []
+    return as_it_is([*supervisor, *limits, *standby, *goes_on, "--", sys.executable, "-u", *request.script])
 
 
 def _has_standby(request: LaunchRequest) -> bool:
@@ -181,7 +182,7 @@ def _launch_config(request: LaunchRequest, exits: ExitLog, report: Callable[[str
     # Hosts that have numbers meet at the first one; hosts without get them in the order in which they come.
     is_static = request.num_nodes > 1 and request.node_rank is not None
     options: dict[str, Any] = {
-        "min_nodes": request.num_nodes,
+        "min_nodes": request.min_nodes or request.num_nodes,
         "max_nodes": request.num_nodes,
         "nproc_per_node": request.num_ranks,
         "run_id": "shardwright" if request.num_nodes > 1 else uuid.uuid4().hex,
@@ -192,6 +193,8 @@ def _launch_config(request: LaunchRequest, exits: ExitLog, report: Callable[[str
             "say": report,
             "why_not_again": lambda: _why_not_again(exits),
             **({"rank": request.node_rank} if is_static else {}),
+            # A host that has gone is not waited for longer than this.
+            **({"keep_alive_interval": 2, "last_call_timeout": 10} if request.min_nodes else {}),
         },
         "max_restarts": request.max_restarts,
         "logs_specs": _NoLogs(),

@@ -218,7 +218,18 @@ def _numbering_themselves(parameters: RendezvousParameters) -> RendezvousHandler
     # Under a key of its own: torchelastic's has a value without a code already.
     backend = _State(sealed, f"{parameters.run_id}.{BACKEND}")
     # Each round tells, under a prefix of its own, where the ranks' store is: that is sealed, too.
-    return dynamic_rendezvous.create_handler(sealed, backend, parameters)
+    handler: Any = dynamic_rendezvous.create_handler(sealed, backend, parameters)
+    meet = handler.next_rendezvous
+
+    def meeting_with_newcomers() -> RendezvousInfo:
+        # Kept from round to round, it would not be told again, and a host that is new waits for it.
+        handler._bootstrap_store_info = None
+        found: RendezvousInfo = meet()
+        return found
+
+    handler.next_rendezvous = meeting_with_newcomers
+    made: RendezvousHandler = handler
+    return made
 
 
 class _StatesAsJson:

@@ -52,6 +52,7 @@ class LaunchRequest:
     Attributes:
         node_rank: number of this host; None lets the hosts number themselves.
         endpoint: where the hosts meet, as ``host:port``; None on a single host.
+        min_nodes: hosts that are enough to go on when others are lost; None: all of them must be there.
         max_restarts: how often all ranks are started again after a failure.
         run_folder: where logs and results go; it must exist, with ``logs/`` in it, when the launch begins.
         settings: single settings for the ranks, stronger than the file.
@@ -68,6 +69,7 @@ class LaunchRequest:
     num_nodes: int = 1
     node_rank: int | None = None
     endpoint: str | None = None
+    min_nodes: int | None = None
     max_restarts: int = 0
     run_folder: Path
     plan: Path | None = None
@@ -102,6 +104,15 @@ class LaunchRequest:
             raise UsageError(
                 f"--nnodes {self.num_nodes} needs --rdzv-endpoint HOST:PORT, the same on every host, "
                 "where HOST is one of them."
+            )
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
+            raise UsageError(
+                f"--min-nodes is {self.min_nodes}, but it must be from 1 to the {self.num_nodes} of --nnodes."
+            )
+        if self.min_nodes is not None and (self.node_rank is not None or not self.max_restarts):
+            raise UsageError(
+                "--min-nodes lets hosts come and go: leave out --node-rank, by which each is expected, and "
+                "set --max-restarts, for each loss of a host starts the ranks again."
             )
         if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
             raise UsageError(
@@ -287,7 +298,7 @@ def torchrun_command(request: LaunchRequest) -> list[str]:
         words += ["--standalone", "--local-addr=127.0.0.1"]
     elif request.node_rank is None:
         words += [
-            f"--nnodes={request.num_nodes}",
+            f"--nnodes={f'{request.min_nodes}:' if request.min_nodes else ''}{request.num_nodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={request.endpoint}",
         ]

@@ -64,6 +64,7 @@ class _Supervisor:
         logs: Path,
         grace_s: float,
         standby: Path | None = None,
+        goes_on: bool = False,
     ) -> None:
         self._command = command
         self._environ = {**environ, **without_too_long(rank_variables(environ))}
@@ -87,6 +88,7 @@ class _Supervisor:
         self._was_killed = False
         self._wakeup_fd, self._wakeup_write_fd = os.pipe()
         self._standby = standby
+        self._goes_on = goes_on
 
     def run(self) -> int:
         """Runs the script to its end; returns the exit code that the agent should see."""
@@ -225,10 +227,13 @@ class _Supervisor:
             tee.release()
 
     def _code_for_agent(self, worker_exit: WorkerExit) -> int:
-        """A worker that saved and asks to be requeued must not make the agent restart all of them at once."""
+        """A worker that saved and asks to be requeued must not make the agent restart all of them at once.
+
+        Unless another host was asked to end, and this one is to go on without it.
+        """
         codes = [other.exit_code for other in self._exits.of_life(self._life)]
         if SAVED_AND_REQUEUE in codes:
-            return 0
+            return SAVED_AND_REQUEUE if self._goes_on and self._signal_number is None else 0
         return worker_exit.exit_code if worker_exit.exit_code >= 0 else 128 - worker_exit.exit_code
 
     def _progress_told(self) -> tuple[int | None, bool]:
@@ -257,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("--standby", type=Path)
+    parser.add_argument("--goes-on", action="store_true", help="without hosts that end")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     supervisor = _Supervisor(
@@ -266,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logs=options.logs,
         grace_s=options.grace_s,
         standby=options.standby,
+        goes_on=options.goes_on,
     )
     return supervisor.run()
 
