@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import socket
 from pathlib import Path
 
 import pytest

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _WIDTH = 8
 _MORE_UNITS, _OPERATIONS = 8, 16
 _ROUNDS = 5
-_LOOPS = 20
+_LOOPS = 8
 
 
 @dataclass(frozen=True, slots=True)
