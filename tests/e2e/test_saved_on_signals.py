@@ -106,6 +106,19 @@ def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     assert re.search(r"step 100 loss \S+", resumed.text)
 
 
+def test_a_signal_after_the_last_step_ends_a_run_that_is_saved(tmp_path: Path) -> None:
+    """It ended with 143, and "the script ended by itself", although nothing was lost."""
+    command = _command(tmp_path, "0", ranks=1)
+    after = "checkpoints.save(step)\nsw.shutdown()\nprint('over', flush=True)\ntime.sleep(30)\n"
+    (tmp_path / "train.py").write_text(SCRIPT.replace("step < 100", "step < 3") + after)
+    process = _started(command, tmp_path)
+    _until_it_says(process, "over")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "stopped by SIGTERM after step 3, which is saved (exit code 75)" in output
+
+
 def test_a_step_longer_than_the_grace_is_not_saved_and_it_is_said(tmp_path: Path) -> None:
     process = _started(_command(tmp_path, "30", ranks=1, grace="1"), tmp_path)
     _until_it_says(process, "step 1 loss")

@@ -19,6 +19,8 @@ from shardwright.launch.processes import EXITS_VARIABLE, SAVED_AND_REQUEUE, Exit
 from shardwright.launch.ranks.request import LaunchRequest, as_it_is, job_variables, result_folders
 from shardwright.launch.ranks.standby import Standby
 from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report, why_not_again
+from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.run_record import saved_step
 from shardwright.text import printable
 
 try:
@@ -228,6 +230,11 @@ def _stopped(
     codes = [worker_exit.exit_code for worker_exit in exits.of_last_life()]
     if SAVED_AND_REQUEUE in codes:
         report(f"stopped by {number.name}; the ranks saved their state (exit code 75)")
+        return SAVED_AND_REQUEUE
+    step = max((worker_exit.steps or 0 for worker_exit in exits.of_last_life()), default=0)
+    saved = saved_step(RunFolder(request.run_folder))
+    if step and saved and saved.step == step and {0, -number, 128 + number, -signal.SIGKILL} >= {*codes}:
+        report(f"stopped by {number.name} after step {step}, which is saved (exit code 75)")
         return SAVED_AND_REQUEUE
     if len(codes) == request.num_ranks and not any(codes):
         report(f"stopped by {number.name}; the script ended by itself, with exit code 0")
