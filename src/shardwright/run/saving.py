@@ -139,6 +139,7 @@ class SaveUnderWay:
         self._folder = folder
         self._disk = disk
         self._timeout_s = run.config.timeout_s
+        self._blame = run.watch.blame
         self._problem: str | None = None
         self.remark = ""
         self._ended = threading.Event()
@@ -239,6 +240,7 @@ class SaveUnderWay:
         pause_s = _LOOK_S
         while pulses:
             for rank in list(pulses):
+                has_gone = self._blame is not None and self._blame.has_ended(rank)  # what it said is there
                 if self._store.check([self._key(rank, "said")]):
                     with not_from_a_stranger(f"what rank {rank} has written"):
                         said = json.loads(self._take(self._key(rank, "said")))
@@ -246,6 +248,11 @@ class SaveUnderWay:
                     self._store.delete_key(self._key(rank, "beat"))
                     del pulses[rank]
                     continue
+                if has_gone:
+                    raise CheckpointError(
+                        f"rank {rank} has ended while the checkpoint of step {self.step} was written. "
+                        "Nothing was committed"
+                    )
                 pulses[rank] = self._pulse(rank, *pulses[rank])
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LATEST_PAUSE_S)

@@ -19,7 +19,7 @@ from sharded import QUIET
 from choices import in_sweep
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import CheckpointError
-from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
@@ -323,6 +323,25 @@ def test_a_rank_killed_at_any_write_leaves_the_old_or_the_new(
             run_ranks(run, 2, folder, at, plan)
         assert _steps(folder) in ([1], [1, 2])
         CheckpointFolder(folder).open().check()
+
+
+def test_a_save_does_not_wait_for_a_rank_that_has_ended(tmp_path: Path) -> None:
+    """Where a rank failed, rank 0 ended 10 s later: it waited for what that rank had to write."""
+
+    def run() -> str | None:
+        import shardwright.torch as sw
+
+        _, checkpoints, _ = _started(tmp_path, None)
+        if sw.rank() == 1:
+            _before_disk(checkpoints, lambda operation, path: os.kill(os.getpid(), signal.SIGKILL))
+        checkpoints.save(1)
+        under_way = checkpoints._saves._under_way
+        assert under_way is not None
+        assert under_way.wait(30)
+        return under_way.problem
+
+    first, _ = run_ranks_outcomes(run, 2)
+    assert "rank 1 has ended while the checkpoint of step 1 was written" in first.value
 
 
 @pytest.mark.thorough
