@@ -257,6 +257,14 @@ def test_a_rank_that_was_stopped_while_it_ended_on_its_own_error_is_the_cause():
     assert [worker_exit.rank for worker_exit in first_cause_first([exits[0], interrupted])] == [0, 1]
 
 
+def test_a_lost_peer_without_a_name_is_looked_for_where_ranks_are():
+    lost = ended(0, 1, 10.0, error=PEER)
+    other = ended(1, -15, 10.5, signal_number=15)
+    assert "in the reports of the other hosts" in failure_report([lost, other])
+    here = [replace(each, world_size=2) for each in (lost, other)]
+    assert "in the logs of the others" in failure_report(here)
+
+
 def test_a_rank_that_waited_for_one_that_hangs_on_this_host():
     error = PEER.replace("Connection", "receiving from rank 1 failed: no answer. Connection")
     hanging = ended(1, -15, 10.5, signal_number=15)

@@ -271,6 +271,8 @@ def _about_lost_peer(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
     here = {e.rank for e in exits} - {first.rank}
     if named and int(named[-1]) in here:
         return f"It lost rank {named[-1]}, of which the line below tells; look into its log."
+    if 1 < first.world_size == len(exits):
+        return "It lost a peer: look for the cause in the logs of the others."
     return "It lost a peer: look for the cause in the reports of the other hosts."
 
 
