@@ -277,20 +277,32 @@ SAVES = """
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_job_saves_before_its_time_is_over_and_is_queued_again(folder, stand_ins, asks):
     (folder / "train.py").write_text(textwrap.dedent(SAVES))
-    engine = Slurm(poll_s=0.1, requeue=asks, options={"time": "10:00:00"})
+    own = {} if asks else {"signal": "USR1@120"}
+    engine = Slurm(poll_s=0.1, requeue=asks, options={"time": "10:00:00", **own})
     job = estimator(engine=engine)
     job.fit(job_name="long", wait=False)
     wait_until(lambda: all((folder / f"ready{rank}").exists() for rank in range(4)))
     script = subprocess.check_output(["pgrep", "-P", (stand_ins / "100.pid").read_text()], text=True)
-    os.kill(int(script), signal.SIGUSR1)
+    if asks:
+        os.kill(int(script), signal.SIGUSR1)
+    else:  # which Slurm sends to the tasks
+        (task,) = subprocess.check_output(["pgrep", "-P", script.strip()], text=True).split()
+        os.kill(int(task), signal.SIGUSR1)
     wait_until((stand_ins / "100.code").exists)
     assert (stand_ins / "100.code").read_text() == "75\n"
     assert (stand_ins / "100.requeued").exists() == asks
     options = ast.literal_eval((stand_ins / "100.options").read_text())
-    assert options["signal"] == "B:USR1@120"
+    assert options["signal"] == ("B:USR1@120" if asks else "USR1@120")
     assert ("requeue" in options) == asks
     with pytest.raises(LaunchError, match="75"):
         job.latest_training_job.wait(logs=False)
+
+
+def test_what_does_not_go_with_a_job_that_is_queued_again(folder):
+    with pytest.raises(ConfigError, match="Leave the option signal out"):
+        Slurm(requeue=True, options={"signal": "USR1@60"})
+    with pytest.raises(ConfigError, match=r"max_run is 300 s.*Give at least 600"):
+        estimator(engine=Slurm(requeue=True), max_run=300).manifest()
 
 
 def wait_until(condition, limit_s=60):

@@ -50,6 +50,7 @@ _LIMIT_S = 3.5
 _REGULAR_S = 1.5
 """Between two looks of this rank: after longer ones it has itself been held up, and begins anew."""
 _DUMP_S = 0.3
+_LEAVING_S = 1.0
 _HELD_UP_S = 1.0
 
 _SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else None
@@ -139,17 +140,22 @@ class Pulse:
                 os.pwrite(self._kept, self.page.content(), 0)
 
     def keep_of_failure(self, others: Mapping[int, "OtherPage"]) -> None:
-        """Leaves the pages of ranks that were killed, and what PyTorch has recorded; this rank fails."""
-        if self._kept_in is None:
-            return
+        """Leaves the pages of ranks that were killed, and what PyTorch has recorded; this rank fails.
+
+        It waits only briefly for the disk, which may hang: the rank is to end.
+        """
+        if self._kept_in is not None:
+            leaving = threading.Thread(target=self._leave_records, args=(self._kept_in, others), daemon=True)
+            leaving.start()
+            leaving.join(_LEAVING_S)
+
+    def _leave_records(self, folder: Path, others: Mapping[int, "OtherPage"]) -> None:
         for rank, page in others.items():
-            if not page.state() and page.read().at_s < float("inf"):
-                keep(self._kept_in, rank, page.content())
+            if page.has_ended() and page.read().at_s < float("inf"):
+                keep(folder, rank, page.content())
         if found := recorded_collectives():
             with suppress(OSError):
-                replace_file(
-                    self._kept_in / FOLDER / f"rank{self._rank}.collectives.json", found, follows=False
-                )
+                replace_file(folder / FOLDER / f"rank{self._rank}.collectives.json", found, follows=False)
 
     def rest(self, why: str = "") -> None:
         """Says that no more beats come, as this rank has ended, and gives the page back."""
@@ -204,7 +210,9 @@ class OtherPage:
 
     def has_ended(self) -> bool:
         """Whether the process has ended."""
-        return bool(select.select([self._process], [], [], 0)[0])
+        look = select.poll()  # which takes descriptors of any number
+        look.register(self._process, select.POLLIN)
+        return bool(look.poll(0))
 
     def stack(self) -> str:
         """Its stack, which C code writes, although Python does not run; empty where that does not come."""

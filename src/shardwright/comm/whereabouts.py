@@ -395,12 +395,12 @@ class Whereabouts:
     def _end(self, why: str) -> None:
         """Ends this process, which waits in C++ for what will never come, with the stack of its script."""
         self._confess(RuntimeError(why))
-        if self._pulse is not None:
-            self._pulse.keep_of_failure({} if self._pulses is None else self._pulses.pages)
         name = f"{PeerTimeoutError.__module__}.{PeerTimeoutError.__name__}"
         sys.stdout.flush()
         sys.stderr.write(f"Traceback (most recent call last):\n{self._stillness.stack}\n{name}: {why}\n")
         sys.stderr.flush()
+        if self._pulse is not None:
+            self._pulse.keep_of_failure({} if self._pulses is None else self._pulses.pages)
         os._exit(HANG)
 
     def _leave(self, note: Note, store: Store) -> bool:

@@ -110,10 +110,13 @@ _FATAL = "Fatal Python error:"
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?", re.MULTILINE)
 _CHAIN = re.compile(rf"{CHAIN}\s*$")
 # A run that ends on an error still says how far it has come, and what it came to, below the traceback.
+_OF_END = "  (?:the step took|productive|rank \\d+ kept|report|saved) |saved "
 _PROGRESS = re.compile(
-    r"(?:\n+(?:step \d+ \| |(?:done|stopped|failed): \d+ steps?\b|  (?:the step took|report|saved) |saved )"
-    r"[^\n]*)+\s*\Z"
+    rf"(?:\n+(?:step \d+ \| |(?:done|stopped|failed): \d+ steps?\b|{_OF_END})[^\n]*)+\s*\Z"
 )
+# Where a script has been started by code that is in no file (`ranks.standby`), its traceback begins there.
+_IN_NO_FILE = r'  File "<string>", line 1, in <module>\n(?: {4}.*\n)*'
+_STARTER = re.compile(rf"^{re.escape(_TRACEBACK)}\n(?:{_IN_NO_FILE})+", re.MULTILINE)
 _MAX_LINES = 80
 _NUM_LINES_WITHOUT_TRACEBACK = 5
 
@@ -142,7 +145,7 @@ def last_words(stderr: str) -> str:
         start = _start_of_chain(text)
     if start < 0:
         return "\n".join(text.rstrip().splitlines()[-_NUM_LINES_WITHOUT_TRACEBACK:])
-    traceback = _PROGRESS.sub("", text[start:]).rstrip()
+    traceback = _STARTER.sub(f"{_TRACEBACK}\n", _PROGRESS.sub("", text[start:])).rstrip()
     lines = fold(traceback, to_the_end=False).splitlines()
     if len(lines) > _MAX_LINES:
         kept = _MAX_LINES // 2

@@ -25,6 +25,9 @@ class Page:
     def read(self):
         return self.beat
 
+    def has_ended(self):
+        return not self.state()
+
     def state(self):
         return self.kernel if isinstance(self.kernel, str) else next(self.kernel)
 

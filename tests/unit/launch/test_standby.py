@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -137,6 +138,45 @@ def test_a_script_ends_with_its_supervisor_and_with_the_standby(folder, who):
         if who == "standby":
             assert running.poll() == -signal.SIGKILL
             assert forked(folder, (script,), os.environ) is None
+
+
+def test_signals_to_all_processes_are_for_the_scripts(folder):
+    """Slurm sends them to all: the standby died of one, and all ranks with it, unsaved."""
+    script = written("""
+        import os, signal, sys
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+        print(os.getppid(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
+        signal.pause()
+    """)
+    with ready(folder), closing(forked(folder, (script,), os.environ)) as running:
+        standby, has_default = running.stdout.readline().split()
+        assert has_default == b"True"
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(int(standby), number)
+        time.sleep(0.2)
+        os.kill(running.pid, signal.SIGUSR1)
+        wait_for(lambda: running.poll() is not None)
+        assert running.poll() == 75
+
+
+def test_who_asks_and_leaves_does_no_harm(folder):
+    script = written("print(len(__import__('os').environ['LONG']))")
+    with ready(folder):
+        for said in (b"", b"\x05\0\0\0", b"\x05\0\0\0xxxxx"):
+            with socket.socket(socket.AF_UNIX) as other:
+                other.connect(str(folder / "standby"))
+                other.sendall(said)
+        environ = {**os.environ, "LONG": "x" * 100_000, **{f"MORE{n}": "y" * 100_000 for n in range(8)}}
+        assert run(folder, script, environ=environ)[:2] == (0, "100000\n")
+
+
+def test_threads_that_end_for_a_fork_are_none(folder, monkeypatch):
+    """OpenBLAS begins them when NumPy is imported, wherever a rank has two cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    script = written("import numpy\nx = numpy.ones((300, 300))\nprint((x @ x)[0, 0])")
+    with ready(folder):
+        assert run(folder, script)[:2] == (0, "300.0\n")
 
 
 def test_it_ends_with_the_launcher_when_the_last_script_has(folder):

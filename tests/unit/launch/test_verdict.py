@@ -11,6 +11,7 @@ import shardwright
 from shardwright.launch.processes import ExitLog, WorkerExit
 from shardwright.launch.ranks.verdict import exit_code, failure_report, first_cause_first, why_not_again
 from shardwright.launch.worker_output import fold, last_words
+from shardwright.observe.goodput import Spent
 
 BOOM = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: boom"
 PEER = (
@@ -167,6 +168,19 @@ def test_the_exit_log_keeps_lives_apart(tmp_path):
     assert log.read() == [first, second]
     assert log.of_life(0) == [first]
     assert log.of_last_life() == [second]
+
+
+def test_what_a_run_came_to_is_no_last_word_nor_is_code_that_starts_a_script():
+    """Its times differ, so that no failure was the same as the one before."""
+    error = 'Traceback (most recent call last):\n  File "train.py", line 4, in <module>\nValueError: boom'
+    begin, _, rest = error.partition("\n")
+    started = f'{begin}\n  File "<string>", line 1, in <module>\n    exec(*main())\n{rest}'
+    slow = "  rank 1 kept the others waiting in 3 of 9 steps: 1.20 s, 40% of their time"
+    spent = str(Spent(productive_s=90.0, starts_s=6.0, lost_s=4.0, lost_steps=3, restarts=1))
+    step = "step 6 | loss 0.1 | 5 samples/s"
+    end = f"{step}\nfailed: 6 steps, loss 0.1\n{slow}\n  {spent}\n  report r\n"
+    for words in (error, started):
+        assert last_words(f"{words}\n{end}") == error
 
 
 def test_the_last_words_are_the_last_traceback_with_its_chain():

@@ -73,13 +73,14 @@ _TERMINATED = 128 + 15
 _BEFORE_LIMIT_S = 120
 """The signal may come a minute earlier still; ranks have 30 s to save then."""
 
-_SHORT_S = 600
+_LEAST_S = 600
 
 _ENDS_SAVED = (
     "# Before the end of its time the ranks save: srun passes the signal on to the launchers.",
     "trap 'ends=1; kill -USR1 $!' USR1",
 )
-_WAITED = "while wait $!; code=$?; kill -0 $! 2> /dev/null; do :; done  # a signal ends a wait"
+# A signal ends a wait; where the process ends meanwhile, another wait has its code.
+_WAITED = "while wait $!; code=$?; kill -0 $! 2> /dev/null; do :; done; wait $!; code=$?"
 _AGAIN = ('if [ $code = 75 ] && [ -n "$ends" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',)
 _NUMBER = "job.number"
 """The file in a job's folder that has the number which Slurm gave it."""
@@ -96,8 +97,9 @@ class Slurm:
         setup: lines of shell that run first on the first node, such as ``"module load cuda"``.
         python: the interpreter on the nodes.
         poll_s: how often the state is asked for, in seconds.
-        requeue: queues a job again that has saved before the end of its time, until it is done; that is
-            asked with ``max_run``, an option ``time``, or the partition's own limit.
+        requeue: sends SIGUSR1 to the ranks 2 minutes before the end of the job's time (``max_run``, of at
+            least 10 minutes, an option ``time``, or the partition's limit), and queues the job again where
+            they have saved, until it is done. Without `Checkpoints` the signal ends them.
 
     Raises:
         ConfigError: an option is none.
@@ -127,6 +129,11 @@ class Slurm:
                     f"options have {name!r}, which is no option of sbatch. Write long names without dashes "
                     'before them: options={"constraint": "a100"}.'
                 )
+        if requeue and "signal" in self._more_options:
+            raise ConfigError(
+                "requeue=True has the job's script take a signal before the end of its time. Leave the "
+                "option signal out, or write what follows it yourself."
+            )
         self._cpus = cpus_per_host
         self._setup = [setup] if isinstance(setup, str) else list(setup)
         self._python = python
@@ -157,7 +164,7 @@ class Slurm:
                 f'if [ -z "${SECRET}${SECRET_FILE}" ]; then',
                 f"    export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
                 "fi",
-                *(_ENDS_SAVED if self._time_is_limited(spec) else ()),
+                *(_ENDS_SAVED if self._requeue else ()),
                 "# The first node that fails ends the others.",
                 f"srun{cpus} --kill-on-bad-exit=1 bash -c {shlex.quote(self._on_each_node(spec))} - "
                 '"$endpoint" &',
@@ -186,18 +193,14 @@ class Slurm:
             options["gpus-per-node"] = spec.gpus_per_host
         if spec.max_run_s is not None:
             options["time"] = math.ceil(spec.max_run_s / 60)
-        if self._time_is_limited(spec):
-            options["signal"] = f"B:USR1@{_BEFORE_LIMIT_S}"
         if self._requeue:
-            options |= {"requeue": None, "open-mode": "append"}
+            if spec.max_run_s is not None and spec.max_run_s < _LEAST_S:
+                raise ConfigError(
+                    f"max_run is {spec.max_run_s:g} s, but a job that is queued again saves "
+                    f"{_BEFORE_LIMIT_S} s before its time is over, or earlier. Give at least {_LEAST_S}."
+                )
+            options |= {"signal": f"B:USR1@{_BEFORE_LIMIT_S}", "requeue": None, "open-mode": "append"}
         return {**options, **self._more_options}
-
-    def _time_is_limited(self, spec: JobSpec) -> bool:
-        """Whether ranks are to save before the end of the job's time, and have time for that."""
-        if "signal" in self._more_options:
-            return False
-        has_limit = self._requeue or spec.max_run_s is not None or "time" in self._more_options
-        return has_limit and (spec.max_run_s is None or spec.max_run_s >= _SHORT_S)
 
     def _on_each_node(self, spec: JobSpec) -> str:
         words = spec.words_of_launcher(

@@ -38,6 +38,7 @@ _BEGIN = (
 )
 _SIZE = struct.Struct("=I")
 _NUMBER = struct.Struct("=i")
+_OF_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 0.5
 _ANSWER_S = 5.0
 
@@ -145,17 +146,32 @@ def forked(folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> Fo
 def main() -> tuple[CodeType, dict[str, Any]]:
     """Imports, and forks ranks; returns in these alone, with what they have to run."""
     folder, agent_pid = Path(sys.argv[1]), int(sys.argv[2])
+    # Schedulers send them to all processes: ranks have them from their supervisors, and decide.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_RANKS}
     search_path = list(sys.path)
     names, sys.path[:], _ = read_libraries(folder / LIBRARIES)
     for name in names:
         with suppress(Exception):  # it is another one than in the rank; the script will say so itself
             importlib.import_module(name)
-    if num_threads() > 1 or _uses_gpu():
+    if _has_threads() or _uses_gpu():
         sys.exit(1)  # a fork has one thread, and no other's locks
     sys.path[:] = search_path
     gc.collect()
     gc.freeze()  # ranks share these pages as long as nobody writes to them
-    return _as_main(_serve(folder / "standby", agent_pid))
+    words = _serve(folder / "standby", agent_pid)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return _as_main(words)
+
+
+def _has_threads() -> bool:
+    """Whether others than Python's main one stay where a process is forked; OpenBLAS ends its own before."""
+    if num_threads() > 1:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return num_threads() > 1
 
 
 def _uses_gpu() -> bool:
@@ -185,19 +201,22 @@ def _serve(path: Path, agent_pid: int) -> list[str]:
                 connections.pop(by_fd[descriptor], None)
             if listener.fileno() in ready:
                 connection, _ = listener.accept()
-                with suppress(OSError, ValueError):  # it has left again
-                    folder, words, environ, pipes = _read(connection)
-                    pid = os.fork()
-                    if pid == 0:
-                        signal.set_wakeup_fd(-1)
-                        for other in (connection, *connections.values()):
-                            other.close()
-                        for descriptor in (wakeup, write_end):
-                            os.close(descriptor)
-                        return _as_new(folder, words, environ, pipes)
-                    for pipe in pipes:
-                        os.close(pipe)
-                    connections[pid] = connection
+                request = _read(connection)
+                if request is None:
+                    continue
+                own_pid, pid = os.getpid(), os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    for other in (connection, *connections.values()):
+                        other.close()
+                    for descriptor in (wakeup, write_end):
+                        os.close(descriptor)
+                    return _as_new(*request, parent_pid=own_pid)
+                *_, pipes = request
+                for pipe in pipes:
+                    os.close(pipe)
+                connections[pid] = connection
+                with suppress(OSError):  # it has left again, which the next look finds
                     connection.sendall(_NUMBER.pack(pid))
     sys.exit(0)
 
@@ -210,17 +229,31 @@ def _tell_ended(connections: dict[int, socket.socket]) -> None:
                     connection.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(ended[1])))
 
 
-def _read(connection: socket.socket) -> tuple[str, list[str], dict[str, str], list[int]]:
+_Request = tuple[str, list[str], dict[str, str], list[int]]
+
+
+def _read(connection: socket.socket) -> _Request | None:
+    """The folder, words and variables of a script, and its pipes; None where nobody asks any more."""
     connection.settimeout(_ANSWER_S)
-    head, pipes, _, _ = socket.recv_fds(connection, _SIZE.size, 2)
-    (size,) = _SIZE.unpack(head)
-    folder, words, environ = json.loads(connection.recv(size, socket.MSG_WAITALL))
+    pipes: list[int] = []
+    try:
+        head, pipes, _, _ = socket.recv_fds(connection, _SIZE.size, 2)
+        (size,) = _SIZE.unpack(head)
+        with connection.makefile("rb") as file:
+            folder, words, environ = json.loads(file.read(size))
+    except (OSError, ValueError, struct.error):
+        for pipe in pipes:
+            os.close(pipe)
+        connection.close()
+        return None
     return folder, words, environ, pipes
 
 
-def _as_new(folder: str, words: list[str], environ: dict[str, str], pipes: Sequence[int]) -> list[str]:
+def _as_new(
+    folder: str, words: list[str], environ: dict[str, str], pipes: Sequence[int], *, parent_pid: int
+) -> list[str]:
     """Makes a forked process what one would be that has just been started; returns the script's words."""
-    die_with_parent(os.getppid())
+    die_with_parent(parent_pid)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for pipe, descriptor in zip(pipes, (1, 2), strict=True):

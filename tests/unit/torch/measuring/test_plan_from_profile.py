@@ -1,7 +1,5 @@
 """A plan from a profile says what the profile does not know."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -41,4 +39,4 @@ def test_more_ranks_than_were_measured_are_told(world):
     )
     assert told == ([expected] if world > 2 else [])
     with pytest.raises(StalePlanError):
-        plan(replace(profile, fingerprint="another"))
+        plan(profile.model_copy(update={"fingerprint": "another"}))
