@@ -8,8 +8,8 @@
     2208  text       what the rank does, whom it waits for, its stack: the thread of the pulse
 
 The page is memory that another process has, too: the launcher, or ranks of the same host. The thread copies
-it into the run folder, ``ranks/rank0``; when the rank has ended, the launcher does. No step touches a disk,
-which may be full or far away.
+it into the run folder, ``ranks/rank0``; when the rank has ended, the launcher does. No step touches the disk
+of the run folder, which may be full or far away.
 """
 
 import os

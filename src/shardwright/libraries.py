@@ -12,13 +12,15 @@ LIBRARIES = "libraries"
 LIBRARIES_VARIABLE = "SHARDWRIGHT_LIBRARIES"
 """Names the folder of the file to a rank that is to write it."""
 
+_KNOW_THEIR_RANK = ("lightning", "lightning_fabric", "pytorch_lightning")
 _OWN = __name__.partition(".")[0]
 
 
 def note_libraries(folder: Path) -> None:
     """Writes the modules of libraries in the order of their import, the search path, and changed variables.
 
-    Modules of the script itself are left out: what they do when they are imported may be meant for one rank.
+    Modules of the script itself are left out, and Lightning's: what they do when they are imported may be
+    meant for one rank.
     """
     places = tuple(
         os.path.realpath(sysconfig.get_path(each)) + os.sep
@@ -30,6 +32,7 @@ def note_libraries(folder: Path) -> None:
         if name.partition(".")[0] == _OWN
         or os.path.realpath(getattr(module, "__file__", None) or "").startswith(places)
     ]
+    names = [name for name in names if name.partition(".")[0] not in _KNOW_THEIR_RANK]
     noted = [names, sys.path, _changed_variables()]
     unfinished = folder / f"{LIBRARIES}.new"
     unfinished.touch(0o600)

@@ -122,9 +122,16 @@ class Pulse:
         self._thread = threading.Thread(target=run, name="shardwright-pulse", daemon=True)
         self._thread.start()
 
-    def keep_in(self, folder: Path) -> None:
-        """Copies the page into a run folder from now on; that of a life before is kept beside it."""
+    def keep_in(self, folder: Path, *, world_size: int) -> None:
+        """Copies the page into a run folder from now on; that of a life before is kept beside it.
+
+        The first rank removes those of ranks that there are no more.
+        """
         with suppress(OSError):  # no such folder, on this host
+            for path in (folder / FOLDER).glob("rank*") if self._rank == 0 else ():
+                number = path.name.removeprefix("rank")
+                if number.isdecimal() and int(number) >= world_size:
+                    path.unlink()
             kept = open_kept(folder, self._rank)
             if os.fstat(kept).st_size:
                 os.close(kept)

@@ -187,7 +187,15 @@ def _beat_alone(made: Context, pulse: Pulse) -> None:
         return Doing(False, told, script.outline)
 
     pulse.begin(doing)
-    at_exit = partial(pulse.rest, "has come to the end of its script")
+    owner = os.getpid()
+
+    def at_exit() -> None:
+        if os.getpid() != owner:
+            return  # a child of the script
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        ended = f"has ended with {type(error).__name__}: {str(error).partition(chr(10))[0][:500]}"
+        pulse.rest("has come to the end of its script" if error is None else ended)
+
     atexit.register(at_exit)
     made.cleanup.callback(atexit.unregister, at_exit)
     made.cleanup.callback(pulse.rest, "has called sw.shutdown()")

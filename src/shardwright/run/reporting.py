@@ -263,7 +263,7 @@ class Reporter:
             prints=context.rank == 0,
         )
         if context.watch.pulse is not None and (kept := launched_folder() or observer.folder) is not None:
-            context.watch.pulse.keep_in(kept.path)
+            context.watch.pulse.keep_in(kept.path, world_size=context.mesh.world_size)
         observer.config_resolved(context.config)
         observer.event(
             "surroundings",

@@ -171,8 +171,8 @@ def test_a_page_is_kept_in_the_run_folder_beside_that_of_the_life_before(tmp_pat
     for life in range(2):
         mine = Pulse(1)
         mine.keep_of_failure({})  # no folder yet
-        mine.keep_in(tmp_path / "nowhere")
-        mine.keep_in(tmp_path)
+        mine.keep_in(tmp_path / "nowhere", world_size=3)
+        mine.keep_in(tmp_path, world_size=3)
         mine.page.progress(life, has_saved=False)
         mine.keep_of_failure({0: killed(life), 2: Page(at(1000.0), kernel="S")})
         mine.rest("has come to its end")
@@ -186,6 +186,17 @@ def test_a_page_is_kept_in_the_run_folder_beside_that_of_the_life_before(tmp_pat
         "rank1.before": (0, "has come to its end"),
     }
     assert (tmp_path / "ranks" / "rank1.collectives.json").read_text() == '{"entries": []}'
+
+
+def test_the_first_rank_removes_pages_of_ranks_that_there_are_no_more(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for name in ("rank1", "rank2", "rank17", "rank2.before"):
+        (tmp_path / "ranks" / name).touch()
+    for rank in (1, 0):
+        mine = Pulse(rank)
+        mine.keep_in(tmp_path, world_size=2)
+        mine.rest()
+    assert {path.name for path in (tmp_path / "ranks").iterdir()} == {"rank0", "rank1", "rank2.before"}
 
 
 def test_the_file_of_the_launcher_is_the_page(tmp_path, monkeypatch):

@@ -58,7 +58,11 @@ def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, t
         ({"target": "{folder}/my", "arguments": ("script.py",)}, r'Put quotes around it: .*my script\.py"'),
         ({"target": "/"}, "/ is a folder. Give the path of a script"),
         ({"num_nodes": 2}, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
-        ({"min_nodes": 2}, "--min-nodes is 2, but it must be from 1 to the 1 of --nnodes"),
+        ({"min_nodes": 1}, "--min-nodes is for runs of several hosts"),
+        (
+            {"num_nodes": 2, "endpoint": "a:1", "min_nodes": 3},
+            "--min-nodes is 3, but it must be from 1 to the 2 of --nnodes",
+        ),
         ({"num_nodes": 2, "endpoint": "a:1", "min_nodes": 1}, "set --max-restarts"),
         (
             {"num_nodes": 2, "endpoint": "a:1", "min_nodes": 1, "max_restarts": 1, "node_rank": 0},

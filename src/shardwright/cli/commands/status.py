@@ -10,9 +10,12 @@ from shardwright.cli.asking.application import AsJson, clear_screen, print_json,
 from shardwright.cli.asking.run_path import listing, run_path
 from shardwright.errors import UsageError
 from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.run_record import read_record
 from shardwright.observe.run_status import RankStatus, format_actions, format_statuses, read_statuses
 
 _EACH_S = 1.0
+_LOOKS_WITHOUT_RANKS = 60
+"""Ranks that start again are none for a while; a killed launcher leaves a run that seems to go on."""
 
 Run = Annotated[
     Path,
@@ -34,12 +37,15 @@ def status(run: Run, rank: Rank = None, follow: Follow = False, as_json: AsJson 
     if not run.is_dir():
         raise UsageError(f"there is no run folder {run}. List them: {listing(run.parent)}")
     folder = RunFolder(run.absolute())
+    looks_left = _LOOKS_WITHOUT_RANKS
     try:
-        while _show(
-            _chosen(read_statuses(folder), rank), in_full=rank is not None, as_json=as_json, clears=follow
-        ):
-            if not follow:
+        while looks_left:
+            found = _chosen(read_statuses(folder), rank)
+            goes_on = _show(found, in_full=rank is not None, as_json=as_json, clears=follow)
+            record = read_record(folder)
+            if not follow or not (goes_on or (record is not None and record.state == "running")):
                 return
+            looks_left = _LOOKS_WITHOUT_RANKS if goes_on else looks_left - 1
             time.sleep(_EACH_S)
     except KeyboardInterrupt:
         return

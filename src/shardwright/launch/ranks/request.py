@@ -105,6 +105,8 @@ class LaunchRequest:
                 f"--nnodes {self.num_nodes} needs --rdzv-endpoint HOST:PORT, the same on every host, "
                 "where HOST is one of them."
             )
+        if self.min_nodes is not None and self.num_nodes == 1:
+            raise UsageError("--min-nodes is for runs of several hosts. Give their number by --nnodes.")
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
             raise UsageError(
                 f"--min-nodes is {self.min_nodes}, but it must be from 1 to the {self.num_nodes} of --nnodes."
