@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -116,7 +116,7 @@ def _measured(sample: Sample, *, device: torch.device, share_cores: bool, others
     wholes: list[_Seconds] = []
     parts: list[_Seconds] = []
     clock = Clock(device, share_cores=share_cores)
-    empty_s = _empty_backward_s(clock)
+    empty_s = cache(partial(_empty_backward_s, clock))  # where there is a backward at all
     others = torch.zeros(
         min(others_bytes, _MOST_OTHERS_BYTES) if device.type == "cpu" else 0, dtype=torch.uint8
     )
@@ -151,7 +151,7 @@ def _run_once(
     func: Callable[..., Any],
     sample: Sample,
     clock: Clock,
-    empty_s: float,
+    empty_backward_s: Callable[[], float],
     *,
     split: bool,
 ) -> _Seconds:
@@ -164,6 +164,7 @@ def _run_once(
     if not roots:
         return forward_s, 0.0, 0.0
     gradients = [torch.ones_like(root) for root in roots]
+    empty_s = empty_backward_s()
     start = clock.now()
     if not split:
         torch.autograd.backward(roots, gradients)
