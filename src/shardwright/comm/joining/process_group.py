@@ -168,15 +168,13 @@ class _Groups:
 
 _GROUPS = _Groups()
 
-MOST_CONNECTED = 64
+_MOST_CONNECTED = 64
 """Ranks of which gloo connects each to each other at once, and so notices at once that one ends.
 
 Among more, two are connected when they talk first, so that a rank asks the store 10 to 50 questions, and not
 several for each other rank and group. Then gloo may wait for a rank that has ended before they ever talked
 (its issue 520, on torch 2.13): the launcher ends those that wait.
 """
-
-GLOO_CONNECTS_LATE = "TORCH_GLOO_LAZY_INIT"
 
 # At the end, threads must be found asleep so often, so long apart.
 _LOOKS = 3
@@ -203,8 +201,8 @@ def init_process_group(
         stay_on_this_host()
     else:
         take_interface_towards(environment.master_addr)
-    if environment.world_size > MOST_CONNECTED:
-        os.environ.setdefault(GLOO_CONNECTS_LATE, "1")
+    if environment.world_size > _MOST_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store = HashStore() if environment.world_size == 1 else joined_tcp_store(environment, timeout_s=timeout_s)
     seal = seal_of_run(os.environ)
     for_generation = store if seal is None else SealedStore(store, seal)

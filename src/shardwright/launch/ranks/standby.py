@@ -6,9 +6,9 @@
     supervisor ──words, variables, pipes──► standby ──fork──► rank: runs the script as Python would
                ◄── process; its exit code ──┘
 
-Half of a restart is imports. Where something speaks against a fork (a library with threads, a GPU in use,
-imports that are under way), a rank starts in an interpreter of its own, as all ranks did at first. The
-script's own modules are not imported ahead, and it finds its process as a new one.
+Half of a restart is imports. Where something speaks against a fork (a library with threads, imports that
+are under way), a rank starts in an interpreter of its own, as all ranks did at first. The script's own modules
+are not imported ahead, and it finds its process as a new one.
 """
 
 import gc
@@ -74,7 +74,7 @@ class Standby:
         _, _, variables = read_libraries(self._folder / LIBRARIES)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", _BEGIN, str(self._folder), str(os.getpid())],
-            env={**os.environ, **variables, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env={**os.environ, **variables},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -127,7 +127,7 @@ def forked(folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> Fo
         socket.send_fds(connection, [_SIZE.pack(len(request))], [write for _, write in pipes])
         connection.sendall(request)
         pid = _NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
-    except (OSError, struct.error, UnicodeEncodeError):
+    except (OSError, struct.error):
         connection.close()  # the standby kills what it has forked for it
         for read, write in pipes:
             os.close(read)
@@ -153,7 +153,7 @@ def main() -> tuple[CodeType, dict[str, Any]]:
     for name in names:
         with suppress(Exception):  # it is another one than in the rank; the script will say so itself
             importlib.import_module(name)
-    if _has_threads() or _uses_gpu():
+    if _has_threads():
         sys.exit(1)  # a fork has one thread, and no other's locks
     sys.path[:] = search_path
     gc.collect()
@@ -172,11 +172,6 @@ def _has_threads() -> bool:
             os._exit(0)
         os.waitpid(child, 0)
     return num_threads() > 1
-
-
-def _uses_gpu() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
 
 
 def _serve(path: Path, agent_pid: int) -> list[str]:
