@@ -12,7 +12,7 @@ LIBRARIES = "libraries"
 LIBRARIES_VARIABLE = "SHARDWRIGHT_LIBRARIES"
 """Names the folder of the file to a rank that is to write it."""
 
-_KNOW_THEIR_RANK = ("lightning", "lightning_fabric", "pytorch_lightning")
+_LEFT_OUT = ("__main__", "lightning", "lightning_fabric", "pytorch_lightning")
 _OWN = __name__.partition(".")[0]
 
 
@@ -32,7 +32,7 @@ def note_libraries(folder: Path) -> None:
         if name.partition(".")[0] == _OWN
         or os.path.realpath(getattr(module, "__file__", None) or "").startswith(places)
     ]
-    names = [name for name in names if name.partition(".")[0] not in _KNOW_THEIR_RANK]
+    names = [name for name in names if name.partition(".")[0] not in _LEFT_OUT]
     noted = [names, sys.path, _changed_variables()]
     unfinished = folder / f"{LIBRARIES}.new"
     unfinished.touch(0o600)

@@ -340,6 +340,12 @@ def test_what_would_fail_again_is_not_started_again():
     assert again([replace(first, steps=None)], [replace(first, steps=None)]) == ""
 
 
+def test_ranks_that_saved_for_another_host_start_again():
+    """With --min-nodes hosts may come and go before a step is made."""
+    saved = replace(ended(0, 75), steps=41)
+    assert again([saved], [saved]) == ""
+
+
 @pytest.mark.parametrize("kind", ["CheckpointError", "TraceMismatchError", "PeerTimeoutError"])
 def test_what_may_be_another_s_doing_or_pass_is_started_again(kind):
     error = traceback_of("train.py", error=f"shardwright.errors.{kind}: Stale file handle")

@@ -6,8 +6,8 @@
     supervisor ──words, variables, pipes──► standby ──fork──► rank: runs the script as Python would
                ◄── process; its exit code ──┘
 
-Half of a restart is imports. Where something speaks against a fork (a library with threads, imports that
-are under way), a rank starts in an interpreter of its own, as all ranks did at first. The script's own modules
+Half of a restart is imports. Where something speaks against a fork (a library with threads, imports that are
+under way), a rank starts in an interpreter of its own, as all ranks did at first. The script's own modules
 are not imported ahead, and it finds its process as a new one.
 """
 

@@ -136,7 +136,7 @@ def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> st
         now: those of the last one.
     """
     failed = first_cause_first(now)
-    if not failed or failed[0].signal_number is not None:
+    if not failed or failed[0].signal_number is not None or failed[0].exit_code == SAVED_AND_REQUEUE:
         return ""
     first = failed[0]
     kind = _error_of_ours(first.error) if first.exit_code == FAILED else None

@@ -250,7 +250,10 @@ class _Supervisor:
 
     def _say_why_restarted(self) -> None:
         before = self._exits.of_life(self._life - 1)
-        report = f"{failure_report(before)}\n" if any(other.exit_code for other in before) else ""
+        if self._goes_on and any(other.exit_code == SAVED_AND_REQUEUE for other in before):
+            report = "another host has gone, or come; the ranks have saved\n"
+        else:
+            report = f"{failure_report(before)}\n" if any(other.exit_code for other in before) else ""
         text = f"{report}shardwright run: restarted, attempt {self._attempt + 1} of {self._num_attempts}\n"
         os.write(2, text.encode())
 
