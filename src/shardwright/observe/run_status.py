@@ -35,7 +35,7 @@ from shardwright.schedule import Kind
 from shardwright.text import align, cut
 
 _SILENT_S = 3.5
-_SILENT_ELSEWHERE_S = 30.0
+_SILENT_ELSEWHERE_S = 90.0  # a shared folder may show a page a minute late, and clocks differ
 """On another host: its clock may differ, and a shared folder shows late what was written."""
 _LONG_S = 2.0
 _WIDEST = 90

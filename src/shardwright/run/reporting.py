@@ -283,6 +283,9 @@ class Reporter:
         folder = launched_folder()
         if folder is not None:
             folder.hold("metrics")
+            record = read_record(folder)
+            if record is not None and record.state != "running":  # by a host that has left
+                record.begun(folder)
             return str(folder.path)
         # No launcher of ours has begun the run.
         self._begun = begin_run(

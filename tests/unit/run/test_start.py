@@ -12,6 +12,8 @@ from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh
+from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.run_record import RunRecord, read_record
 from shardwright.run import joining as joining_module
 from shardwright.run.context import context
 
@@ -84,6 +86,19 @@ def test_a_launched_script_may_want_no_run_folder(
         pass
     assert len(list((tmp_path / "run").glob("config.json"))) == files
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_run_goes_on_though_a_host_has_left_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the host that left had written that the run had ended."""
+    (tmp_path / "logs").mkdir()
+    RunRecord(script="train.py").ended(folder := RunFolder(tmp_path), 75)
+    monkeypatch.setenv("SHARDWRIGHT_RUN_DIR", str(tmp_path))
+    sw.init({"run_dir": "mine"})
+    assert (reporter := context().reporter) is not None
+    with reporter.phase("anything"):
+        pass
+    assert (record := read_record(folder)) is not None
+    assert (record.state, record.exit_code) == ("running", None)
 
 
 def test_settings_by_keyword_are_refused_with_the_line_to_write():

@@ -21,7 +21,7 @@ from shardwright.exit_codes import FAILED
 from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest, torchrun_command, torchrun_line
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
-from shardwright.observe.run_folder import check_name, free_name
+from shardwright.observe.run_folder import check_name, free_name, show_path
 from shardwright.observe.run_record import (
     Again,
     BegunRun,
@@ -275,6 +275,8 @@ def _launch(request: LaunchRequest, begun: BegunRun, *, quiet: bool, verbose: bo
         say(f"shardwright run: {ranks}{where}, run folder {begun.folder}{goes_on}{anew}")
     if begun.remark:
         say(begun.remark)
+    if request.chaos is not None and (notes := begun.folder.path / "faults.jsonl").is_file():
+        say(f"note: the faults in {show_path(notes)} have happened, and come no more; anew: --fresh")
     # Here, because it imports torch: the checks above answer before.
     from shardwright.launch.ranks.agent import launch
 
