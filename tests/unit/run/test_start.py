@@ -94,10 +94,12 @@ def test_a_run_goes_on_though_a_host_has_left_it(tmp_path: Path, monkeypatch: py
     RunRecord(script="train.py").ended(folder := RunFolder(tmp_path), 75)
     monkeypatch.setenv("SHARDWRIGHT_RUN_DIR", str(tmp_path))
     sw.init({"run_dir": "mine"})
-    assert (reporter := context().reporter) is not None
+    reporter = context().reporter
+    assert reporter is not None
     with reporter.phase("anything"):
         pass
-    assert (record := read_record(folder)) is not None
+    record = read_record(folder)
+    assert record is not None
     assert (record.state, record.exit_code) == ("running", None)
 
 
