@@ -48,14 +48,16 @@ def _ours(folder: Path, width: int, saves: int, *, asynchronous: bool) -> dict[s
         optimizer.step()
 
     step()
-    stalls, totals, looks = [], [], []
+    stalls, totals, looks, steps = [], [], [], []
     for number in range(1, saves + 1):
+        begin_s = time.perf_counter()
         step()
+        steps.append(time.perf_counter() - begin_s)
         sw.barrier()
         begin_s = time.perf_counter()
         checkpoints.save(number)
         stalls.append(time.perf_counter() - begin_s)
-        while checkpoints._under_way is not None:
+        while checkpoints._saves._under_way is not None:
             step()
             before_s = time.perf_counter()
             checkpoints.step_done(number)
@@ -64,7 +66,8 @@ def _ours(folder: Path, width: int, saves: int, *, asynchronous: bool) -> dict[s
     sw.barrier()
     begin_s = time.perf_counter()
     checkpoints.resume()
-    return {"stall": stalls, "total": totals, "resume": time.perf_counter() - begin_s, "look": looks}
+    seconds = time.perf_counter() - begin_s
+    return {"stall": stalls, "total": totals, "resume": seconds, "look": looks, "step": steps}
 
 
 def _peer(folder: Path, width: int, saves: int, kind: str) -> dict[str, Any]:
@@ -121,7 +124,8 @@ def _peer(folder: Path, width: int, saves: int, kind: str) -> dict[str, Any]:
     else:
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / f"{kind}-{saves}")
-    return {"stall": stalls, "total": totals, "resume": time.perf_counter() - begin_s, "look": []}
+    seconds = time.perf_counter() - begin_s
+    return {"stall": stalls, "total": totals, "resume": seconds, "look": [], "step": []}
 
 
 def _once(side: str, folder: Path, width: int, saves: int) -> dict[str, Any]:
@@ -135,6 +139,7 @@ def _once(side: str, folder: Path, width: int, saves: int) -> dict[str, Any]:
         "total": [max(each) for each in zip(*(rank["total"] for rank in ranks), strict=True)],
         "resume": [max(rank["resume"] for rank in ranks)],
         "look": ranks[0]["look"],
+        "step": ranks[0]["step"],
     }
 
 
@@ -160,7 +165,19 @@ def main() -> None:
     print("| side | training stands still | until it is there | resuming |\n| --- | --- | --- | --- |")
     for side, values in found.items():
         print(f"| {side} | {' | '.join(_cell(values[name]) for name in ('stall', 'total', 'resume'))} |")
-    print(f"\nstep_done() while a save is written: {_cell(found['shardwright']['look'])}")
+    ours = found["shardwright"]
+    print(f"\nstep_done() while a save is written: {_cell(ours['look'])}; a step: {_cell(ours['step'])}")
+    for kind, ratio in _of_dcp(found).items():
+        print(f"{kind}: {ratio:.2f} of DCP's time (target 1.00)")
+
+
+def _of_dcp(found: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """Medians of waiting saves and of resuming, as parts of those of `dcp.save`."""
+    ours, theirs = found["shardwright, waiting"], found["dcp.save"]
+    return {
+        what: statistics.median(ours[name]) / statistics.median(theirs[name])
+        for what, name in (("a save that waits", "stall"), ("resuming", "resume"))
+    }
 
 
 def _cell(seconds: list[float]) -> str:

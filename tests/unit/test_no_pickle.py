@@ -14,6 +14,7 @@ COMPAT = SOURCES.parents[1] / "compat" / "src"
 # Where a module that unpickles may be imported, and why.
 ALLOWED = {
     "checkpoint/importing.py": {"pickletools"},  # lists what a file of the user's names, and runs none of it
+    "torch/checkpoints/dcp_folder.py": {"pickle"},  # makes records of names in a list, and calls nothing else
     "comm/joining/run_secret.py": {"pickle"},  # only under the code of the run's secret
     "testing/job.py": {"cloudpickle"},  # writes for `authenticated_objects`
     "testing/rank.py": {"cloudpickle"},
@@ -39,7 +40,11 @@ PICKLES = {
 OBJECTS = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
 OBJECTS |= {"send_object_list", "recv_object_list"}
 # Files of the user's own, or what a code was checked for.
-LOADS = {"torch/checkpoints/state_dict_files.py", "comm/joining/run_secret.py"}
+LOADS = {
+    "torch/checkpoints/state_dict_files.py",
+    "torch/checkpoints/dcp_folder.py",
+    "comm/joining/run_secret.py",
+}
 LOADS_IN_COMPAT = {"smdistributed/modelparallel/torch/pickles/files.py"}
 CODE = {"eval", "exec", "os.system", "os.popen", "np.load", "numpy.load", "Listener", "Client"}
 CODE |= {f"yaml.{name}" for name in ("load", "load_all", "full_load", "unsafe_load")}

@@ -14,7 +14,7 @@ import io
 import json
 import pickletools
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -78,6 +78,19 @@ class ModelFile:
     @property
     def names(self) -> set[str]:
         return {*self.tensors, *self.same}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What a run has beside its model.
+
+    Attributes:
+        tensors: by their full names in the checkpoint.
+        document: fields of the file `STATE`.
+    """
+
+    tensors: Mapping[str, TensorSource]
+    document: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +303,9 @@ def import_model(
     strip: str = "",
     prefix: str = "",
     config: Mapping[str, Any] | None = None,
+    beside: Callable[[Mapping[str, str]], Beside] | None = None,
 ) -> Imported:
-    """Makes a checkpoint that has a model, and neither optimizer nor anything else."""
+    """Makes a checkpoint of a model alone, or with what `beside` gives for the new names of its tensors."""
     disk = Disk()
     folder = CheckpointFolder(root, disk=disk)
     _refuse_others(folder)
@@ -299,9 +313,14 @@ def import_model(
     try:
         draft = folder.begin(step)
         made = _Draft(draft, disk=disk)
+        names: dict[str, str] = {}
         for file in files:
-            made.add(file, names=_new_names(file, strip=strip, prefix=prefix))
-        made.add_documents(step, config)
+            new = _new_names(file, strip=strip, prefix=prefix)
+            made.add(file, names=new)
+            names.update(new)
+        more = Beside(tensors={}, document={}) if beside is None else beside(names)
+        made.add_tensors(more.tensors, source=root)
+        made.add_documents(step, config, more.document)
         commit = folder.commit(draft, step=step, files=made.files)
         return Imported(commit=commit, num_tensors=len(made.tensors), num_bytes=made.num_bytes)
     except OSError as error:
@@ -326,32 +345,34 @@ class _Draft:
         self.num_bytes = 0
 
     def add(self, file: ModelFile, *, names: Mapping[str, str]) -> None:
-        stored = f"imported-{len(self.files) + 1:05}.safetensors"
-        content: dict[str, TensorSource] = {}
-        for name, source in file.tensors.items():
-            full = f"{MODEL}{names[name]}"
-            content[full] = source
-            piece = Piece(file=stored, key=full, offset=Box.whole(source.shape).offset, shape=source.shape)
-            self._index(full, TensorEntry(dtype=source.dtype, shape=source.shape, pieces=(piece,)), file)
-            self.num_bytes += source.num_bytes
+        content = {f"{MODEL}{names[name]}": source for name, source in file.tensors.items()}
+        self.add_tensors(content, source=file.path)
         for name, first in file.same.items():
-            self._index(f"{MODEL}{names[name]}", self.tensors[f"{MODEL}{names[first]}"], file)
-        self.files[stored] = self._disk.write(self._path / stored, streamed_content(content))
+            self._index(f"{MODEL}{names[name]}", self.tensors[f"{MODEL}{names[first]}"], file.path)
 
-    def add_documents(self, step: int, config: Mapping[str, Any] | None) -> None:
+    def add_tensors(self, content: Mapping[str, TensorSource], *, source: Path) -> None:
+        stored = f"imported-{len(self.files) + 1:05}.safetensors"
+        for full, tensor in content.items():
+            piece = Piece(file=stored, key=full, offset=Box.whole(tensor.shape).offset, shape=tensor.shape)
+            self._index(full, TensorEntry(dtype=tensor.dtype, shape=tensor.shape, pieces=(piece,)), source)
+            self.num_bytes += tensor.num_bytes
+        if content:
+            self.files[stored] = self._disk.write(self._path / stored, streamed_content(content))
+
+    def add_documents(self, step: int, config: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
         """Writes everything but tensors."""
         if not self.tensors:
             raise CheckpointError("the model has no tensors. Nothing was imported.")
-        state = {"version": 1, "step": step, "layout": None}
+        state = {"version": 1, "step": step, "layout": None, **more}
         documents = {INDEX: TensorIndex(tensors=self.tensors).to_bytes(), STATE: json.dumps(state).encode()}
         if config is not None:
             documents[CONFIG] = json.dumps(config, indent=1).encode()
         for name, content in documents.items():
             self.files[name] = self._disk.write(self._path / name, [content])
 
-    def _index(self, full: str, entry: TensorEntry, file: ModelFile) -> None:
+    def _index(self, full: str, entry: TensorEntry, source: Path) -> None:
         if full in self.tensors:
-            raise CheckpointError(f"{full.removeprefix(MODEL)} is there twice: again in {file.path}.")
+            raise CheckpointError(f"{full.removeprefix(MODEL)} is there twice: again in {source}.")
         self.tensors[full] = entry
 
 

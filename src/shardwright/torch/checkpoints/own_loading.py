@@ -25,6 +25,7 @@ from shardwright.torch.checkpoints.own_parts import (
 from shardwright.torch.checkpoints.state_dict_files import dtype_of, read_into, read_part
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.parameters.parameter_kinds import is_low
 from shardwright.torch.tensor_parallel.divide import divided_alike, in_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 from shardwright.torch.tensor_parallel.spec import Spec
@@ -143,6 +144,8 @@ def load_optimizer_state(
             for key in keys.get(name, ()):
                 in_parts = optimizer.sees_rows or key == MASTER
                 values[key] = _own_value(model, parameter, saved, f"{prefix}{name}/{key}", in_parts=in_parts)
+            if MASTER not in values and _is_rounded(model, parameter, saved, name):  # imported
+                values[MASTER] = _own_value(model, parameter, saved, f"{MODEL}{name}", in_parts=True)
             if MASTER in values:
                 masters.append((parameter, values.pop(MASTER)))
             if values:
@@ -153,6 +156,13 @@ def load_optimizer_state(
     for parameter, master in masters if updated is not None and updated.keeps_masters else ():
         assert updated is not None
         updated.set_master(parameter, master.to(parameter.device, torch.float32))
+
+
+def _is_rounded(model: DistributedModel, parameter: nn.Parameter, saved: SavedCheckpoint, name: str) -> bool:
+    """Whether a parameter in 16 bits is updated in float32, as the checkpoint has it."""
+    updated, entry = model.replicas.updated_parts, saved.index.tensors.get(f"{MODEL}{name}")
+    wanted = updated is not None and updated.keeps_masters and is_low(parameter)
+    return wanted and entry is not None and dtype_of(entry.dtype) is torch.float32
 
 
 def _own_value(

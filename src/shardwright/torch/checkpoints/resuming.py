@@ -151,7 +151,8 @@ class Resumed:
         """Refuses a checkpoint of another model, or of a run with other optimizers or states."""
         check_fits(self._model, self._saved, strict=self._strict, remade=self._remade)
         document, optimizers = self._document, self._context.optimizers
-        if document.layout is None:  # imported: a model and nothing else
+        imported = document.layout is None
+        if imported and not document.optimizers:  # a model and nothing else
             return
         if len(document.optimizers) != len(optimizers):
             raise CheckpointError(
@@ -159,7 +160,7 @@ class Resumed:
                 f"{len(optimizers)}. Wrap in sw.DistributedOptimizer those that were wrapped when it was "
                 "saved, in the same order, before resume()."
             )
-        if self._strict:
+        if self._strict and not imported:
             check_extra_states(self._model, document.extra_states)
             self._check_types()
         for saved, optimizer in zip(document.optimizers, optimizers, strict=True):
@@ -172,7 +173,7 @@ class Resumed:
                 refuse_another_kind(self._saved.path, options, group, optimizer.optimizer)
             self._places_of_groups(saved, optimizer)
         theirs = document.states.keys() | document.states_of_ranks.keys()
-        if theirs != states.keys():
+        if theirs != states.keys() and not imported:
             raise CheckpointError(
                 f"{self._saved.path} has the states {sorted(theirs)}, and this run has {sorted(states)}. "
                 "Give sw.Checkpoints(state={...}) the names that were there when it was saved."
@@ -204,7 +205,7 @@ class Resumed:
         if model.scaling is not None and document.loss_scale is not None:
             model.scaling.scaler.restore(document.loss_scale)
         for name, each in states.items():
-            if document.layout is not None:
+            if document.layout is not None or name in document.states:
                 each.load_state_dict(self._state_of(name))
         self._restore_generators()
 

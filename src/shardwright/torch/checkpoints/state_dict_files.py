@@ -129,7 +129,7 @@ def export_state_dict(
     files = [_FILE]
     with fresh_folder(folder, disk=disk) as draft:
         tell(_FILE)
-        made = {id(source): _tensor(source) for source in model.sources.values()}  # tied ones are one
+        made = {id(source): whole_tensor(source) for source in model.sources.values()}  # tied ones are one
         state = {name: made[id(source)] for name, source in model.sources.items()}
         disk.write_with(draft / _FILE, lambda file: torch.save(state, cast("IO[bytes]", file)))
         if config is not None:
@@ -138,7 +138,7 @@ def export_state_dict(
     return Exported(files=tuple(files), num_tensors=len(state), num_bytes=model.num_bytes)
 
 
-def _tensor(source: TensorSource) -> Tensor:
+def whole_tensor(source: TensorSource) -> Tensor:
     content = bytearray(source.num_bytes)
     place = 0
     for part in source.read():

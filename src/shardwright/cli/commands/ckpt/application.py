@@ -1,12 +1,12 @@
 """The group ``shardwright ckpt``, with the commands that list, verify, clear and import."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,20 +21,26 @@ from shardwright.quantities import counted, format_bytes
 from shardwright.text import align, shortened
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.importing import FoundModel, ModelFile
+    from shardwright.checkpoint.importing import Beside, FoundModel, ModelFile
 
 
 ImportSource = Annotated[
     Path,
     typer.Argument(
         metavar="SOURCE",
-        help="A folder of Hugging Face, an index of its files, or a file: .safetensors, .pt, .pth, .bin.",
+        help="A folder of Hugging Face, an index of its files, a file (.safetensors, .pt, .pth, .bin), or a "
+        "folder of torch.distributed.checkpoint.",
     ),
 ]
 To = Annotated[
     Path, typer.Option("--output", "-o", metavar="DIR", help="A folder for checkpoints, which has none yet.")
 ]
-Step = Annotated[int, typer.Option("--step", metavar="N", min=0, help="How many steps count as done.")]
+Step = Annotated[
+    int | None,
+    typer.Option(
+        "--step", metavar="N", min=0, help="How many steps count as done; else 0, or what a DCP folder says."
+    ),
+]
 Strip = Annotated[str, typer.Option("--strip", metavar="P", help="Take this from the names of tensors.")]
 Prefix = Annotated[str, typer.Option("--prefix", metavar="P", help="Put this before the names of tensors.")]
 Key = Annotated[
@@ -46,30 +52,31 @@ Key = Annotated[
 def import_(
     source: ImportSource,
     to: To,
-    step: Step = 0,
+    step: Step = None,
     strip: Strip = "",
     prefix: Prefix = "",
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of a model that another library has saved; Checkpoints.resume() loads it.
+    """Make a checkpoint of what another library has saved; Checkpoints.resume() loads it.
 
     Nothing in the files is ever executed. For example: shardwright ckpt import gpt2/ -o checkpoints
     """
     # Here, because it imports numpy: --help answers before.
-    from shardwright.checkpoint.importing import find_model, import_model
+    from shardwright.checkpoint.importing import import_model
 
     try:
-        found = find_model(source)
+        found = _found_run(source, key) if _is_dcp(source) else _found_model(source, key)
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror}.") from error
-    read = _reader(found, key)
     root = folder_of(to)
     refuse_one_checkpoint(root)
+    step = found.step if step is None else step
     with _in_own_hands(root):
         made = import_model(
-            _files(found, read), root, step=step, strip=strip, prefix=prefix, config=found.config
+            found.files, root, step=step, strip=strip, prefix=prefix, config=found.config, beside=found.beside
         )
+    found.tell_more()
     name = made.commit.name
     if as_json:
         print_json(
@@ -89,6 +96,68 @@ def import_(
         f"wrote {made.num_tensors} tensors ({format_bytes(made.num_bytes)}) to {root / name}; a run resumes "
         f"from it: {how}"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What is imported.
+
+    Attributes:
+        step: how many steps count as done.
+        beside: gives what there is beside the model.
+        tell_more: says what was taken over beside it, and what not.
+    """
+
+    files: "Iterable[ModelFile]"
+    config: Mapping[str, Any] | None = None
+    step: int = 0
+    beside: "Callable[[Mapping[str, str]], Beside] | None" = None
+    tell_more: Callable[[], None] = lambda: None
+
+
+def _is_dcp(source: Path) -> bool:
+    """Whether it is a folder of `torch.distributed.checkpoint`, which has its list."""
+    if (source / ".metadata").exists() or not source.is_dir():
+        return source.is_dir()
+    if any(source.glob("*.distcp")):
+        raise CheckpointError(
+            f"{source} is a save of torch.distributed.checkpoint that was not finished: it has tensors, and "
+            "no .metadata, which comes last. Give an earlier one."
+        )
+    inside = sorted(path.parent.name for path in source.glob("*/.metadata"))
+    if inside and not any(path.is_file() for path in source.iterdir()):
+        raise CheckpointError(
+            f"{source} has {counted(len(inside), 'folder')} of torch.distributed.checkpoint: "
+            f"{shortened(inside)}. Give one of them: {source / inside[-1]}."
+        )
+    return False
+
+
+def _found_run(source: Path, key: str | None) -> _Found:
+    # Here, because it imports torch.
+    from shardwright.torch.checkpoints.dcp_import import DcpRun
+
+    say(f"reading {source / '.metadata'} ...")
+    run = DcpRun(source, key=key)
+
+    def tell_more() -> None:
+        number = len(run.optimizers)
+        what = counted(number, "optimizer") if number else "no optimizer: a run makes a new one"
+        say(f"{source} has {what}")
+        taken = [name for name in run.states if name not in run.left_out]
+        if taken:
+            say(f"it also has {', '.join(taken)}: a run takes those that its sw.Checkpoints(state=...) names")
+        for name, why in run.left_out.items():
+            say(f"left out: {name}: {why}")
+
+    return _Found(files=[run.model_file()], step=run.step, beside=run.beside, tell_more=tell_more)
+
+
+def _found_model(source: Path, key: str | None) -> _Found:
+    from shardwright.checkpoint.importing import find_model
+
+    found = find_model(source)
+    return _Found(files=_files(found, _reader(found, key)), config=found.config)
 
 
 def _reader(found: "FoundModel", key: str | None) -> "Callable[[Path], ModelFile]":

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class _Format(StrEnum):
     HF = "hf"
     STATE_DICT = "state_dict"
+    DCP = "dcp"
+    TORCHTITAN = "torchtitan"
 
 
 class Dtype(StrEnum):
@@ -38,7 +40,12 @@ Name = Annotated[
     str | None, typer.Option("--name", metavar="NAME", help="Which checkpoint; by default the newest.")
 ]
 Kind = Annotated[
-    _Format, typer.Option("--format", help="Files for from_pretrained, or one of torch.save: model.pt.")
+    _Format,
+    typer.Option(
+        "--format",
+        help="Files for from_pretrained; one of torch.save: model.pt; or, with the optimizer, a folder of "
+        "torch.distributed.checkpoint, as FSDP2 or torchtitan has it.",
+    ),
 ]
 Prefix = Annotated[
     str, typer.Option("--prefix", metavar="P", help="Take this from names of tensors: model. for example.")
@@ -66,7 +73,7 @@ def export(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a checkpoint as files of Hugging Face, or as a state_dict of PyTorch.
+    """Write a checkpoint as files of Hugging Face, a state_dict of PyTorch, or a DCP folder of FSDP2.
 
     The checkpoint is verified first. For example: shardwright ckpt export runs/NAME -o gpt2-trained
     """
@@ -77,12 +84,26 @@ def export(
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:
         raise ConfigError(f"--max-shard-size is {max_shard_size}, and must be more than nothing.")
+    of_run = kind in (_Format.DCP, _Format.TORCHTITAN)
+    if of_run and (dtype is not None or config is not None):
+        raise ConfigError(
+            f"--format {kind} writes model and optimizer as they are, and takes neither --dtype nor "
+            "--config. Leave these out, or export the model alone: --format hf."
+        )
     folder, chosen = named_checkpoint(source, name)
     refuse_filled(to.resolve())  # before all is read, which may take long
     listed = folder.open(chosen, verify=False)
     document = read_config(listed, config) if config is not None else None
     _say(f"verifying {listed.path} ({format_bytes(listed.num_bytes)}) ...")
     saved = _verified(folder, listed.path.name)
+    if of_run:
+        _tell(
+            _written_run(saved, to, prefix=prefix, flat=kind is _Format.TORCHTITAN),
+            saved,
+            to,
+            as_json=as_json,
+        )
+        return
     if config is None:
         document = read_config(saved, None)
     stored = None if dtype is None else _STORED[dtype]
@@ -127,6 +148,12 @@ def _written(
     from shardwright.torch.checkpoints.state_dict_files import export_state_dict
 
     return export_state_dict(model, to, config=config, tell=say)
+
+
+def _written_run(saved: "SavedCheckpoint", to: Path, *, prefix: str, flat: bool) -> "Exported":
+    from shardwright.torch.checkpoints.dcp_export import export_dcp
+
+    return export_dcp(saved, to, prefix=prefix, flat=flat, tell=lambda name: _say(f"writing {to / name} ..."))
 
 
 def _tell(exported: "Exported", saved: "SavedCheckpoint", to: Path, *, as_json: bool) -> None:

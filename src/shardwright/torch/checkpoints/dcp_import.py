@@ -1,0 +1,231 @@
+"""What a folder of DCP has for a run: the model, its optimizers by name of parameter, and other states.
+
+::
+
+    {"model": ..., "optimizer": ...}            of get_state_dict: state -> NAME -> KEY, param_groups -> [...]
+    {"app": {"model": ..., "optim": ...}}       the same, one level deeper
+    {**model, "optimizer": ..., "train_state"}  torchtitan: keys "state.NAME.KEY", "param_groups.NAME.OPTION"
+
+An optimizer is what has ``param_groups``. Beside it stands the model: under ``model``, by its tensors' own
+names, or under the one key that has tensors.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardwright.checkpoint.importing import Beside, ModelFile
+from shardwright.checkpoint.tensor_file import TensorSource
+from shardwright.errors import CheckpointError
+from shardwright.text import shortened
+from shardwright.torch.checkpoints.dcp_folder import DcpFolder, Leaf, Refused
+from shardwright.torch.checkpoints.encoded import encode
+from shardwright.torch.checkpoints.snapshot import optimizer_prefix
+from shardwright.torch.checkpoints.state_dict_files import dtype_name, stored
+
+_STATE, _GROUPS, _EXTRA = "state", "param_groups", "_extra_state"
+_MEMBERS = ("params", "param_names")
+
+_Node = dict[str, Any]
+
+
+class _Optimizer(NamedTuple):
+    """An optimizer, by names of parameters.
+
+    Attributes:
+        state: by parameter and key; tensors are still in the folder.
+        groups: their options, and under ``params`` the names of their parameters.
+    """
+
+    state: dict[str, _Node]
+    groups: list[_Node]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters."""
+        of_groups = (name for group in self.groups for name in group.get("params", ()))
+        return list(dict.fromkeys([*self.state, *map(str, of_groups)]))
+
+
+class DcpRun:
+    """The parts of a run in a folder.
+
+    Attributes:
+        states: everything else, by name.
+        left_out: names of those that are not taken over, and why.
+    """
+
+    def __init__(self, path: Path, *, key: str | None = None):
+        self._folder = DcpFolder(path)
+        tree = self._folder.tree
+        above = _above_optimizers(tree) or tree
+        found = [node for node in above.values() if _is_optimizer(node)]
+        self.optimizers = [self._optimizer(node) for node in found]
+        others = {name: node for name, node in above.items() if not _is_optimizer(node)}
+        self._model = self._model_in(others) if key is None else self._model_at(tree, key)
+        first = key and key.partition(".")[0]
+        outside = {} if above is tree else {n: v for n, v in tree.items() if not _above_optimizers({n: v})}
+        self.states = {
+            name: node
+            for name, node in {**outside, **others}.items()
+            if node is not self._model and name not in self._model and name != first
+        }
+        self.left_out: dict[str, str] = {}
+        for each in self.optimizers:
+            self._check(each)
+
+    @property
+    def step(self) -> int:
+        """How many steps were done: torchtitan's number, one under ``step``, or the optimizer's; or 0."""
+        for name in ("train_state", "step"):
+            found = self.states.get(name)
+            value = found.get("step") if isinstance(found, dict) else found
+            if type(value) is int and value >= 0:
+                return value
+        counts = [
+            state["step"] for each in self.optimizers for state in each.state.values() if "step" in state
+        ]
+        return max(map(int, self._folder.read(counts)), default=0)
+
+    def model_file(self) -> ModelFile:
+        found = {name: leaf for name, leaf in self._model.items() if isinstance(leaf, Leaf)}
+        sources = {name: self._folder.source(leaf) for name, leaf in found.items()}
+        return ModelFile(path=self._folder.path, tensors=sources)
+
+    def beside(self, names: Mapping[str, str]) -> Beside:
+        """Everything but the model's tensors; by the new names of parameters."""
+        tensors: dict[str, TensorSource] = {}
+        small: dict[str, Tensor] = {}
+        optimizers = []
+        for number, (state, groups) in enumerate(self.optimizers):
+            prefix, others = optimizer_prefix(number), {}
+            for name, values in state.items():
+                own = f"{prefix}{names[name]}/"
+                leaves = {key: value for key, value in values.items() if isinstance(value, Leaf)}
+                tensors |= {f"{own}{key}": self._folder.source(leaf) for key, leaf in leaves.items()}
+                if plain := {key: value for key, value in values.items() if key not in leaves}:
+                    others[names[name]] = encode(plain, name=f"{own}other", tensors=small)
+            options = [{key: group[key] for key in group if key not in _MEMBERS} for group in groups]
+            document = encode(options, name=f"{prefix}groups", tensors=small)
+            members = [sorted(names[name] for name in group.get("params", ())) for group in groups]
+            optimizers.append({"groups": document, "members": members, "others": others})
+        extra = {name.removesuffix(f".{_EXTRA}"): self._model[name] for name in self._model if _EXTRA in name}
+        document = {
+            "optimizers": optimizers,
+            "extra_states": self._encoded("extra_state", extra, small),
+            "states": self._encoded("state", self.states, small),
+        }
+        for name, tensor in small.items():
+            content = partial(_content, tensor)
+            tensors[name] = TensorSource(dtype_name(tensor.dtype), tuple(tensor.shape), content)
+        return Beside(tensors=tensors, document=document)
+
+    # ---- inside ----
+
+    def _optimizer(self, node: _Node) -> _Optimizer:
+        if _GROUPS in node:
+            groups = self._folder.read(node[_GROUPS])
+            if refused := [each for group in groups for each in group.values() if isinstance(each, Refused)]:
+                raise CheckpointError(
+                    f"{self._folder.path} has options of an optimizer that are no plain values, or damaged: "
+                    f"{refused[0].why}. Nothing in it was executed."
+                )
+            return _Optimizer(node.get(_STATE, {}), groups)
+        state: dict[str, _Node] = {}
+        options: dict[str, _Node] = {}
+        for flat, value in node.items():
+            kind, _, rest = flat.partition(".")
+            name, _, key = rest.rpartition(".")
+            (options if kind == _GROUPS else state).setdefault(name, {})[key] = value
+        alike: dict[str, _Node] = {}  # it is not said which there were: those of equal options are one
+        for name, own in self._folder.read(options).items():
+            equal = repr(sorted((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in own.items()))
+            alike.setdefault(equal, {**own, "params": []})["params"].append(name)
+        return _Optimizer(state, list(alike.values()))
+
+    def _model_at(self, tree: _Node, key: str) -> _Node:
+        found: Any = tree
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if not _has_tensors(found):
+            raise CheckpointError(f"{self._folder.path} has no tensors under {key!r}. {_told(tree)}")
+        return dict(found)
+
+    def _model_in(self, others: _Node) -> _Node:
+        bare = {name: node for name, node in others.items() if isinstance(node, Leaf) or _EXTRA in name}
+        groups = {name: node for name, node in others.items() if _has_tensors(node)}
+        named = {name for each in self.optimizers for name in each.names}
+        fitting = [node for node in (bare, *groups.values()) if node and named <= node.keys()]
+        if "model" not in groups and len(fitting) != 1:
+            raise CheckpointError(
+                f"{self._folder.path} does not say what in it is the model. {_told(others)} Name the one "
+                "that is: --key KEY; or save it under 'model'."
+            )
+        model: _Node = groups.get("model") or fitting[0]
+        return model
+
+    def _check(self, optimizer: _Optimizer) -> None:
+        remedy = (
+            "Save what get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict gives; or "
+            "the model alone."
+        )
+        unknown = [name for name in optimizer.names if not isinstance(self._model.get(name), Leaf)]
+        if unknown:
+            number = " by number, as optimizer.state_dict() does" if unknown[0].isdigit() else ""
+            raise CheckpointError(
+                f"{self._folder.path} names the parameters of an optimizer{number}: {shortened(unknown)}, "
+                f"and the model in it has no such names. {remedy}"
+            )
+        for name, values in optimizer.state.items():
+            if deep := [key for key, value in values.items() if isinstance(value, dict | list)]:
+                raise CheckpointError(
+                    f"{self._folder.path} has {deep[0]} of {name}, which is nested deeper than tensors by "
+                    f"parameter and key. {remedy}"
+                )
+
+    def _encoded(self, kind: str, states: _Node, small: dict[str, Tensor]) -> _Node:
+        """States by name; those that a checkpoint cannot have are left out, and it is noted why."""
+        found = {}
+        for name, state in states.items():
+            try:
+                found[name] = encode(self._folder.read(state), name=f"{kind}/{name}", tensors=small)
+            except CheckpointError as error:
+                self.left_out[name] = str(error)
+        return found
+
+
+def _is_optimizer(node: Any) -> bool:
+    return isinstance(node, dict) and any(name.partition(".")[0] == _GROUPS for name in node)
+
+
+def _above_optimizers(node: _Node) -> _Node | None:
+    """Where optimizers are, and with them the model."""
+    if any(map(_is_optimizer, node.values())):
+        return node
+    inside = (_above_optimizers(each) for each in node.values() if isinstance(each, dict))
+    return next((found for found in inside if found is not None), None)
+
+
+def _has_tensors(node: Any) -> bool:
+    return isinstance(node, dict) and any(isinstance(each, Leaf) for each in node.values())
+
+
+def _told(node: _Node) -> str:
+    names = [
+        *(
+            f"{name}.{inner}"
+            for name, each in node.items()
+            if isinstance(each, dict)
+            for inner in each
+            if _has_tensors(each[inner])
+        ),
+        *node,
+    ]
+    return f"It has {shortened(names, most=5)}."
+
+
+def _content(tensor: Tensor) -> list[memoryview]:
+    return [stored(tensor).data] if tensor.numel() else []
