@@ -1,5 +1,7 @@
 """Data for replicas: samplers, seeds, and a loader with a position that any number of ranks resumes.
 
+Of numbered samples; a stream of them is for `shardwright.torch.streams`.
+
 ::
 
     order of an epoch     7 2 9 4 | 0 5 8 1 | 3 6 ...        the same on all ranks, from seed and epoch
@@ -19,7 +21,7 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.context import context, is_initialized
+from shardwright.torch.streams import StreamLoader
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +42,21 @@ def data_loader(
     dataset: Any,
     global_batch_size: int,
     *,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool = True,
     **options: Any,
-) -> "ReplicaLoader":
+) -> "ReplicaLoader | StreamLoader":
     """Gives each replica its part of every global batch; ranks of one replica get the same.
 
     Each ``for`` goes through the rest of an epoch: `ReplicaLoader.epoch` tells which. Given to
     ``sw.Checkpoints(state={"data": loader})``, a resumed run goes on with the very next batch.
 
     Args:
-        dataset: anything with a length and samples by number.
+        dataset: anything with a length and samples by number. Or a stream, of which each replica reads the
+            whole and takes its part: an `IterableDataset`, or a streamed data set of Hugging Face.
         global_batch_size: samples of one step, of all replicas together.
-        shuffle: in another order every epoch.
+        shuffle: in another order every epoch; by default, unless it is a stream, which shuffles itself.
         seed: of the shuffling, and of what samples draw in workers.
         drop_last: leave out the last samples of an epoch, where they do not fill a global batch; else the
             last batch is smaller, or larger by samples that are fewer than the replicas: an evaluation
@@ -61,9 +65,28 @@ def data_loader(
 
     Raises:
         UsageError: the batch cannot be divided by the replicas, or an option contradicts this.
+
+    Example:
+        >>> import shardwright.torch as sw
+        >>> sw.init({"run_dir": "off"})
+        >>> [batch.tolist() for batch in sw.data_loader(range(6), 2, shuffle=False)]
+        [[0, 1], [2, 3], [4, 5]]
+        >>> sw.shutdown()
     """
+    if _is_stream(dataset):
+        current = context()
+        _check_stream(
+            dataset, global_batch_size, replicas=current.mesh.data, shuffle=shuffle, options=options
+        )
+        replica = (current.data_rank, current.mesh.data)
+        return StreamLoader(dataset, global_batch_size, drop_last=drop_last, replica=replica, options=options)
     return ReplicaLoader(
-        dataset, global_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, options=options
+        dataset,
+        global_batch_size,
+        shuffle=shuffle is not False,
+        seed=seed,
+        drop_last=drop_last,
+        options=options,
     )
 
 
@@ -142,6 +165,11 @@ class ReplicaLoader:
         Raises:
             CheckpointError: that was of other data, or shuffled otherwise.
         """
+        if "stream" in state:
+            raise CheckpointError(
+                "the data loader read a stream when it was saved, and samples by number here. Give it the "
+                "data set that it had."
+            )
         mine = {"seed": self._seed, "shuffle": self._shuffle, "num_samples": len(self._dataset)}
         for name, value in mine.items():
             if state.get(name) != value:
@@ -259,13 +287,42 @@ def _outlive_sigterm(_: int) -> None:
     threading.Thread(target=listen, name="shardwright-sigterm", daemon=True).start()
 
 
-def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+def _is_stream(dataset: Any) -> bool:
+    numbered = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (isinstance(dataset, Iterable) and not numbered)
+
+
+def _check_stream(
+    stream: Any, batch_size: int, *, replicas: int, shuffle: bool | None, options: dict[str, Any]
+) -> None:
+    if isinstance(stream, Iterator | DataLoader):
         raise UsageError(
-            f"sw.data_loader takes a data set with a length and numbered samples, not a "
-            f"{type(dataset).__name__}. For a stream, use your own loader, and give its position to "
-            "sw.Checkpoints(state={...})."
+            f"sw.data_loader takes a data set, whose samples it puts into batches, not a "
+            f"{type(stream).__name__}. Give it the data set; or go on with your own loader, one part for "
+            "each replica (sw.rdp_rank(), sw.rdp_size()), and name it in sw.Checkpoints(state={...})."
         )
+    if shuffle:
+        raise UsageError(
+            "shuffle=True was asked of a stream, of which nobody knows all samples. Shuffle in it: "
+            "dataset.shuffle(seed=..., buffer_size=...) of Hugging Face."
+        )
+    _check_batch(batch_size, replicas=replicas, options=options)
+
+
+def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
+    if not isinstance(dataset, Sized):
+        raise UsageError(
+            f"sw.data_loader takes a data set with a length and numbered samples, or a stream, not a "
+            f"{type(dataset).__name__}."
+        )
+    _check_batch(batch_size, replicas=replicas, options=options)
+    if len(dataset) < batch_size:
+        raise UsageError(
+            f"the data set has {len(dataset)} samples, fewer than a global batch of {batch_size}."
+        )
+
+
+def _check_batch(batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
     if batch_size < 1 or batch_size % replicas:
         raise UsageError(
             f"a global batch of {batch_size} samples cannot be divided by {replicas} replicas. Use a "
@@ -277,10 +334,6 @@ def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, A
                 f"sw.data_loader decides about {name} itself, so that its position can be saved. Leave it "
                 "out."
             )
-    if len(dataset) < batch_size:
-        raise UsageError(
-            f"the data set has {len(dataset)} samples, fewer than a global batch of {batch_size}."
-        )
 
 
 def distributed_sampler(

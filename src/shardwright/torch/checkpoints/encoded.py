@@ -24,6 +24,7 @@ from shardwright.checkpoint.disk import is_plain_name
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 from shardwright.torch.checkpoints.state_dict_files import stored
 from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.step_end.training_alike import note_loader
 from shardwright.torch.tensor_parallel.divide import all_elements
 
 _DEEPEST = 48
@@ -185,6 +186,7 @@ class StateObjects:
         self.objects = dict(objects)
         for name, each in self.objects.items():
             _check(name, each)
+            note_loader(each)
 
     def taken(self) -> dict[str, Any]:
         """Their states, by name, with whole tensors; collective over ranks that share layers."""

@@ -16,7 +16,7 @@ from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanErro
 from shardwright.plan import MeshPlan, Plan
 from shardwright.planner import overruled_settings
 from shardwright.run.launch_settings import following
-from shardwright.torch.checkpoints.encoded import decode
+from shardwright.torch.checkpoints.encoded import StateObjects, decode
 from shardwright.torch.checkpoints.own_loading import (
     check_fits,
     load_model,
@@ -178,13 +178,16 @@ class Resumed:
                 f"{self._saved.path} has the states {sorted(theirs)}, and this run has {sorted(states)}. "
                 "Give sw.Checkpoints(state={...}) the names that were there when it was saved."
             )
-        if document.states_of_ranks and not self._same_layout:
+        apart = [name for name in document.states_of_ranks if self._saved_rank(name) is None]
+        if apart:
             assert document.layout is not None
             raise CheckpointError(
-                f"{self._saved.path} has states that differ by rank ({', '.join(document.states_of_ranks)}) "
-                f"of {document.layout.world_size} ranks, and this run has {self._context.mesh.world_size}, "
-                "or lays them out otherwise. Resume with the same ranks, or leave these states out. The "
-                "state of sw.data_loader goes with any number of ranks, if all of them iterate it alike."
+                f"{self._saved.path} has states that differ by rank ({', '.join(apart)}), of "
+                f"{document.layout.world_size} ranks with {document.layout.data} replicas, and this run has "
+                f"{self._context.mesh.world_size} with {self._context.mesh.data}. Resume with as many "
+                "replicas, if the ranks of each have one state, or with the same ranks; or leave these "
+                "states out. The state of sw.data_loader goes with any number of ranks, also for a stream, "
+                "which it reads for all replicas."
             )
 
     def load(self, states: Mapping[str, Any]) -> None:
@@ -248,9 +251,26 @@ class Resumed:
 
     def _state_of(self, name: str) -> Any:
         of_ranks = self._document.states_of_ranks.get(name)
-        rank = str(self._context.rank)
-        content = self._document.states[name] if of_ranks is None else of_ranks[rank]
+        content = self._document.states[name] if of_ranks is None else of_ranks[str(self._saved_rank(name))]
         return self._decoded(content, f"state {name}")
+
+    def _saved_rank(self, name: str) -> int | None:
+        """Whose state this rank takes, of one that differed by rank; None where nobody's is its own.
+
+        What replicas have, such as the position in a stream of theirs, goes along with as many of them.
+        """
+        layout, mesh, states = self._document.layout, self._context.mesh, self._document.states_of_ranks[name]
+        if self._same_layout:
+            return self._context.rank
+        if layout is None or layout.data != mesh.data:
+            return None
+        for ranks in layout.mesh.groups("mp"):
+            if len({self._digest(name, states[str(rank)]) for rank in ranks}) > 1:
+                return None
+        return layout.rank_of_replica(self._context.data_rank)
+
+    def _digest(self, name: str, content: Any) -> str:
+        return StateObjects({}).digest(name, self._decoded(content, f"state {name}"))
 
     def _restore_generators(self) -> None:
         document, context = self._document, self._context

@@ -294,8 +294,11 @@ class SavedLayout(Record):
 
     def rank_of_replica(self, replica: int) -> int:
         """The first rank of a replica; they are counted round where there were fewer."""
-        mesh = Mesh.of(**self.model_dump())
-        return mesh.rank_of(rdp=replica % self.data)
+        return self.mesh.rank_of(rdp=replica % self.data)
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.of(**self.model_dump())
 
 
 class OptimizerDocument(Record):

@@ -116,7 +116,7 @@ def test_a_last_batch_may_be_smaller() -> None:
         (lambda: sw.data_loader(Noisy(), 13), "12 samples, fewer than a global batch of 13"),
         (lambda: sw.data_loader(Noisy(), 0), "a global batch of 0 samples"),
         (lambda: sw.data_loader(Noisy(), 4, sampler=None), "decides about sampler itself"),
-        (lambda: sw.data_loader(iter([]), 4), "takes a data set with a length"),
+        (lambda: sw.data_loader(7, 4), "takes a data set with a length and numbered samples, or a stream"),
     ],
 )
 def test_mistakes(call: Any, message: str) -> None:
