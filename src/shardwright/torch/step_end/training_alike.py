@@ -116,8 +116,9 @@ class SameSamples:
         if alike and of_replicas[0] < 0:
             return UsageError(
                 f"all {mesh.data} replicas have the same samples in step {step}: the data set of the loader "
-                "is an IterableDataset, which every rank reads whole. sw.data_loader(stream, global_batch_size) "
-                "gives each replica its part of a batch; or let each read its own part: in its __iter__, itertools.islice(samples, sw.rdp_rank(), None, sw.rdp_size()), with workers as "
+                "is an IterableDataset, which every rank reads whole. Let sw.data_loader(stream, batch_size) "
+                "give each replica its part of a batch; or let each read its own part: in its __iter__, "
+                "itertools.islice(samples, sw.rdp_rank(), None, sw.rdp_size()), with workers as "
                 "parts of that; for datasets of Hugging Face split_dataset_by_node(dataset, sw.rdp_rank(), "
                 "sw.rdp_size())."
             )
