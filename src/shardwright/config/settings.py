@@ -35,6 +35,7 @@ Whole = Annotated[int, BeforeValidator(no_bool)]
 Degree = Annotated[Whole, Field(ge=1, le=MOST_RANKS)]
 Microbatches = Annotated[Whole, Field(ge=1, le=MOST_MICROBATCHES)]
 Stages = Annotated[Whole, Field(ge=1, le=MOST_STAGES_OF_RANK)]
+Pieces = Annotated[Whole, Field(ge=1, le=MOST_MICROBATCHES)]
 Elements = Annotated[Whole, Field(ge=1, le=MOST_ELEMENTS)]
 Steps = Annotated[Whole, Field(ge=1, le=MOST_STEPS)]
 Units = Annotated[Whole, Field(ge=1, le=MOST_UNITS)]
@@ -142,6 +143,11 @@ class Settings(BaseModel):
     activation_checkpointing: Literal["auto", "none", "full"] = Field(
         "auto", description="Recompute activations: only where memory requires it, never, or everywhere."
     )
+    loss_chunks: Literal["auto", "off"] | Pieces = Field(
+        "auto",
+        description="Pieces in which the logits of a linear head are computed for a loss, and go back: they "
+        "never stand in memory whole. auto: where they are large.",
+    )
     replay: Literal["auto", "off"] = Field(
         "auto",
         description="Run microbatches from a list of the calls that earlier ones have made, without the "
@@ -212,7 +218,7 @@ class Settings(BaseModel):
             [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
         )
 
-    @field_validator("replay", mode="before")
+    @field_validator("replay", "loss_chunks", mode="before")
     @classmethod
     def _replay_switch(cls, value: Any) -> Any:
         # YAML reads off as false.

@@ -203,6 +203,11 @@ def backward_in_progress() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def backward_keeps_graph() -> bool:
+    """Whether the backward in progress leaves what was saved for another one (``retain_graph``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def call_after_backward(call: Callable[[], None]) -> None:
     """Has something called when the backward in progress, which calls this code, is over."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

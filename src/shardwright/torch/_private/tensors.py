@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FAKE_FAILURES",
@@ -49,6 +50,7 @@ __all__ = [
     "new_wrapper",
     "num_sharing",
     "outside_of_functions",
+    "outside_of_modes",
     "packed_call",
     "pop_function_mode",
     "push_function_mode",
@@ -215,6 +217,17 @@ def attention_kernels_allowed() -> tuple[bool, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
     )
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """A context in which neither `__torch_function__` nor a mode of dispatch sees what is done."""
+    with torch._C.DisableTorchFunction():
+        if not torch._C._len_torch_dispatch_stack():
+            yield
+        else:
+            with _disable_current_modes():
+                yield
 
 
 @contextmanager

@@ -103,6 +103,8 @@ class LossWalk:
             return self._reduced(node, name, depth)
         if name == "Dot":
             return self._dotted(node, depth)
+        if name == "_ChunkedLoss":
+            return self._chunked(node, depth)
         if name in _FUSED:
             return self._fused(node, name, depth)
         if name in _PRODUCTS:
@@ -290,6 +292,17 @@ class LossWalk:
         if below is Rows.PICKED:
             return (Term(Reduction.WEIGHTED, count=lambda: float(prod(shape))),)
         return (Term(Reduction.MEAN),)
+
+    def _chunked(self, node: Any, depth: int) -> Flow:
+        """A loss of logits that are computed piece by piece: a sum over labels, or a mean."""
+        below = self.flow(node.next_functions[0][0], depth + 1)
+        if not isinstance(below, Rows):
+            raise Neither("a head takes a value of the whole batch")
+        if below is Rows.FIXED or node.reduction == 0:
+            return below
+        if node.reduction == 2:
+            return (Term(Reduction.SUM, shape=node.rows),)
+        return (Term(Reduction.WEIGHTED, count=lambda: float(node.count)),)
 
     def _normalised(self, node: Any, depth: int) -> Flow:
         shape, dims = shape_behind(node), saved_by(node, "dim")

@@ -12,6 +12,7 @@ from shardwright.comm.joining.store import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, replica_board
 from shardwright.torch.backward.loss_reduction import forms_of_batch
+from shardwright.torch.backward.pending_logits import heads_may_wait, mark_heads
 from shardwright.torch.batch.batch import Batch, BatchGradients
 from shardwright.torch.batch.step_output import BatchResult, Figures
 from shardwright.torch.execution.agreement import (
@@ -68,6 +69,7 @@ class PipelineEngine:
         self._attributes = AttributeWatch()
         self._programs = ProgramMaker(context, model, self._agreement, self._attributes)
         self._norms = SynchronisedNorms(context, module)
+        mark_heads(module, context.config.loss_chunks)
         self._statistics = BatchStatistics(prints=context.rank == 0)
         self._placement = ModelPlacement(
             context,
@@ -124,7 +126,8 @@ class PipelineEngine:
         self._agree_on_random_numbers(common)
         try:
             of_rank = self._rank_batch(common, function, parts, losses)
-            outputs, train, told = self._execute(placed, of_rank, gradients, figures)
+            with heads_may_wait():
+                outputs, train, told = self._execute(placed, of_rank, gradients, figures)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             if context.watch.blame is not None:

@@ -22,6 +22,7 @@ from shardwright.runtime.action_loop import note_begin
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward.batch_data import WatchedData
 from shardwright.torch.backward.loss_reduction import LossForm, Shadows, WatchedEvaluation, forms_of_batch
+from shardwright.torch.backward.pending_logits import heads_may_wait, mark_heads
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import BatchResult, Figures, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_units
@@ -68,6 +69,7 @@ class SingleEngine:
         # Of an evaluation: place in the result -> how it is reduced over samples.
         self._evaluated: WeakKeyDictionary[Callable[..., Any], dict[int, LossForm]] = WeakKeyDictionary()
         self._norms = SynchronisedNorms(context, model.get_module())
+        mark_heads(model.get_module(), context.config.loss_chunks)
         self._statistics = BatchStatistics(prints=context.rank == 0)
         self._offloading = offloading_of(context)
         self._offloaded: frozenset[nn.Module] = frozenset()
@@ -113,6 +115,7 @@ class SingleEngine:
                 self._norms.synchronised(),
                 self._model.replicas.saving(),
                 patched_backward(),
+                heads_may_wait(),
             ):
                 for part in parts:
                     self._run_microbatch(function, part, loop, lasting)

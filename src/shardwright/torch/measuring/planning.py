@@ -185,6 +185,7 @@ class Planner:
             units=None if same is None else same.unit_names,
             prepare=self._materialiser.buffers_outside,
             memory=memory,
+            loss_chunks=context.config.loss_chunks,
             progress=lambda done, total: phase.update(done, total=total),
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
         )

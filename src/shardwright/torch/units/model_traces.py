@@ -22,6 +22,7 @@ from shardwright.torch.pytorch.modules import frames_up_to, has_backward_hooks
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.tracing.working_memory import WorkingMemory
+from shardwright.torch.units.chunked_heads import with_chunked_heads
 from shardwright.torch.units.unit_choice import Entanglement, ModuleCost, RemadeInForward, choose_units
 
 log = logging.getLogger(__name__)
@@ -233,9 +234,12 @@ def trace_parts(
     memory: dict[str, WorkingMemory] | None = None,
     agree_on_end: Callable[[float], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    loss_chunks: int | str = "off",
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole."""
     hooks = HookEffects()
+    if divides:  # ranks that share a head compute its logits whole, each its own columns
+        loss_chunks = "off"
     count = None if progress is None else _Count(progress, total=len(list(model.modules())))
     trace = partial(
         trace_step,
@@ -249,7 +253,7 @@ def trace_parts(
     )
     if units is not None and not hooks_of(model):  # what hooks do shows in the run that finds the units
         with suppress(TraceError):
-            return _traces(UnitMap.of(model, units), parts, trace, prepare)
+            return _traces(UnitMap.of(model, units), parts, trace, prepare, loss_chunks)
     arguments = next(iter(parts.values())).arguments
     costs = discover(model, function, arguments, device=device, hooks=hooks, on_module=count)
     forced: set[int] = set()
@@ -267,7 +271,7 @@ def trace_parts(
         if count is not None:
             count.more(len(names) * len(parts))
         try:
-            return _traces(UnitMap.of(model, names), parts, trace, prepare)
+            return _traces(UnitMap.of(model, names), parts, trace, prepare, loss_chunks)
         except DeferredReadError as error:
             whole = _smallest_around(error, model, forced)
             if whole is None:
@@ -298,6 +302,7 @@ def _traces(
     parts: Mapping[int, Batch],
     trace: Callable[..., Trace],
     prepare: Callable[[UnitMap], None] | None,
+    loss_chunks: int | str,
 ) -> dict[int, Trace]:
     """Traces every microbatch size with these units."""
     if prepare is not None:
@@ -310,10 +315,10 @@ def _traces(
         for m, part in parts.items():
             with _left_out(m, part) if traces else nullcontext():
                 traces[m] = trace(unit_map, arguments=part.arguments, batch_size=part.num_samples or 1)
-        return traces
     finally:
         for module in unit_map.modules.values():
             restore_calls(module)
+    return {m: with_chunked_heads(unit_map.model, trace, loss_chunks) for m, trace in traces.items()}
 
 
 def _better_whole(model: nn.Module, costs: Mapping[str, ModuleCost]) -> frozenset[int]:

@@ -255,6 +255,7 @@ def traces_of(
         device=device or torch.device("cpu"),
         num_stages=most_stages(config, pipeline=pipeline, divides=divides),
         divides=divides,
+        loss_chunks=config.loss_chunks,
         **options,
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwright.errors import TraceMismatchError
 from shardwright.runtime.dataflow import Copy, Keep
 from shardwright.runtime.homes import Crossing
+from shardwright.torch.backward.pending_logits import whole_logits
 from shardwright.torch.execution.microbatches.stage_turns import refuse_other_contents
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.program.instructions import Instruction
@@ -135,7 +136,7 @@ class MicrobatchTensors:
                 self._check_shape(step, items[position], value)
             for keep in flow.keeps:
                 assert keep.position is not None
-                item = items[keep.position]
+                item = whole_logits(items[keep.position])
                 self._check_shape(step, item, keep.value)
                 if keep.send:
                     self._check_dtype(step, item, keep.value)
