@@ -100,7 +100,7 @@ class CheckpointFolder:
         commits = self.commits()
         turn = 1 if not commits else commits[-1].turn + (step <= commits[-1].step)
         draft = self._draft_of(Commit(turn, step))
-        self._disk.make_folder(draft)
+        self._disk.make_draft(draft)
         return draft
 
     def _draft_of(self, commit: Commit) -> Path:
