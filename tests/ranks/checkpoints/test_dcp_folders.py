@@ -201,6 +201,38 @@ def test_training_goes_on_as_fsdp2_would(layout: str, tmp_path: Path) -> None:
     assert losses == pytest.approx(on[0][0], rel=1e-9)
 
 
+def _with_scheduler(folder: Path) -> tuple[int, int, list[float]]:
+    import shardwright.torch as sw
+
+    sw.init(QUIET)
+    model = sw.DistributedModel(Language().double())
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(_groups(model)))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    own = torch.optim.lr_scheduler.StepLR(optimizer, 7)  # nothing of that name was saved
+    step = sw.Checkpoints(folder, state={"scheduler": scheduler, "own": own}).resume()
+    assert own.last_epoch == 0
+    return step, scheduler.last_epoch, [group["lr"] for group in optimizer.param_groups]
+
+
+def test_states_of_the_same_name_are_taken(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = Language().double()
+    optimizer = torch.optim.AdamW(_groups(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    weights, moments = get_state_dict(model, optimizer)
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(5):
+            scheduler.step()
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict(), "step": 5}
+        dcp.save(state, checkpoint_id=tmp_path / "there", no_dist=True)
+    _ckpt("import", tmp_path / "there", "-o", tmp_path / "run")
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert run_ranks(_with_scheduler, 1, tmp_path / "run") == [(5, 5, rates)]
+
+
 def _another_optimizer(folder: Path, kind: str, wrap: bool) -> None:
     import shardwright.torch as sw
 

@@ -82,11 +82,11 @@ class DcpFolder:
             for key, entry in found.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        keys = {key: Leaf(key) for key in self._tensors}
-        others = self._loaded(dict.fromkeys(found.state_dict_metadata.keys() - keys.keys()))
+        keys = found.state_dict_metadata.keys()
+        plain = self._loaded({key: None for key in keys if key not in self._tensors})
         places = found.planner_data if isinstance(found.planner_data, dict) else {}
         self.tree: dict[str, Any] = _built(
-            [(tuple(places.get(key, (key,))), {**keys, **others}[key]) for key in found.state_dict_metadata]
+            [(tuple(places.get(key, (key,))), plain[key] if key in plain else Leaf(key)) for key in keys]
         )
 
     def source(self, leaf: Leaf) -> TensorSource:
