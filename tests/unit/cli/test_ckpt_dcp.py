@@ -175,6 +175,7 @@ def _of_another_model() -> dict[str, Any]:
         ),
         (_of_another_model, (), "of an optimizer: 0.weight, 0.bias, 1.weight and"),
         (lambda: {"a": states()[0], "b": states()[0]}, (), "It has a, b. Name the one that is: --key KEY"),
+        (lambda: {"optimizer": states()[1]}, (), "It has nothing beside optimizers. Name the one"),
         (lambda: {"model": states()[0]}, ("--key", "ema"), "has no tensors under 'ema'. It has model."),
     ],
 )
@@ -222,7 +223,15 @@ def _larger(entries: dict[str, Any]) -> dict[str, Any]:
     return entries
 
 
+def _odd(places: dict[str, Any]) -> dict[str, Any]:
+    return {**places, "model.0.weight": ("model",), "model.0.bias": ("model", "0.bias")}
+
+
 DAMAGE = {
+    "places in each other": lambda f: _changed(f, planner_data=_odd),
+    "groups that are none": lambda f: _changed(
+        f, planner_data=lambda p: {**p, "optimizer.param_groups.0.lr": ("optimizer", "param_groups", "x")}
+    ),
     "not finished": lambda f: (f / ".metadata").unlink(),
     "a list that runs code": lambda f: _changed(f, planner_data=lambda _: Runs(f / "executed")),
     "a list of no kind": lambda f: (f / ".metadata").write_bytes(pickle.dumps({"a": 1})),
@@ -236,6 +245,8 @@ DAMAGE = {
     "tensors larger than files": lambda f: _changed(f, state_dict_metadata=_larger),
 }
 SAYS = {
+    "places in each other": "is laid out as nothing that is known",
+    "groups that are none": "is laid out as nothing that is known",
     "not finished": "that was not finished: it has tensors, and no .metadata, which comes last.",
     "a list that runs code": "names posix.mkdir, and the list of a checkpoint needs no such thing. Nothing",
     "a list of no kind": "is no list of torch.distributed.checkpoint",

@@ -50,6 +50,23 @@ class _Optimizer(NamedTuple):
         return list(dict.fromkeys([*self.state, *map(str, of_groups)]))
 
 
+def read_run(path: Path, *, key: str | None = None) -> "DcpRun":
+    """The run in a folder.
+
+    Args:
+        key: where the model is, where that is not said.
+    """
+    try:
+        return DcpRun(path, key)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path} is laid out as nothing that is known ({type(error).__name__}: {error}). Save what "
+            "get_state_dict(model, optimizer) gives, under 'model' and 'optimizer'."
+        ) from error
+
+
 class DcpRun:
     """The parts of a run in a folder.
 
@@ -58,7 +75,7 @@ class DcpRun:
         left_out: names of those that are not taken over, and why.
     """
 
-    def __init__(self, path: Path, *, key: str | None = None):
+    def __init__(self, path: Path, key: str | None):
         self._folder = DcpFolder(path)
         tree = self._folder.tree
         above = _above_optimizers(tree) or tree
@@ -73,7 +90,11 @@ class DcpRun:
             for name, node in {**outside, **others}.items()
             if node is not self._model and name not in self._model and name != first
         }
-        self.left_out: dict[str, str] = {}
+        self.left_out = {
+            name: "it is no tensor"
+            for name, value in self._model.items()
+            if not isinstance(value, Leaf) and _EXTRA not in name
+        }
         for each in self.optimizers:
             self._check(each)
 
@@ -224,7 +245,7 @@ def _told(node: _Node) -> str:
         ),
         *node,
     ]
-    return f"It has {shortened(names, most=5)}."
+    return f"It has {shortened(names, most=5) or 'nothing beside optimizers'}."
 
 
 def _content(tensor: Tensor) -> list[memoryview]:

@@ -135,10 +135,10 @@ def _is_dcp(source: Path) -> bool:
 
 def _found_run(source: Path, key: str | None) -> _Found:
     # Here, because it imports torch.
-    from shardwright.torch.checkpoints.dcp_import import DcpRun
+    from shardwright.torch.checkpoints.dcp_import import read_run
 
     say(f"reading {source / '.metadata'} ...")
-    run = DcpRun(source, key=key)
+    run = read_run(source, key=key)
 
     def tell_more() -> None:
         number = len(run.optimizers)
