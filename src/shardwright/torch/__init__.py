@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardwright.torch.parameters.unit_map import partition, set_partition
     from shardwright.torch.startup import add_tracker, init, notebook_launcher
     from shardwright.torch.step_function import step
+    from shardwright.torch.streams import StreamLoader
     from shardwright.torch.units.dry_run import trace_model
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "GradScaler",
     "ReplicaLoader",
     "StepOutput",
+    "StreamLoader",
     "add_tracker",
     "barrier",
     "clip_grad_norm_",
@@ -116,6 +118,7 @@ _MODULES = {
     "torch.parameters.delayed_initialization": "delay_param_initialization",
     "torch.parameters.unit_map": "partition set_partition",
     "torch.step_function": "step",
+    "torch.streams": "StreamLoader",
     "torch.units.dry_run": "trace_model",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
