@@ -21,7 +21,7 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +29,11 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.context import context, is_initialized
-from shardwright.torch.streams import StreamLoader
+from shardwright.torch.streams import StreamLoader, check_stream, is_stream
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,10 @@ def data_loader(
         [[0, 1], [2, 3], [4, 5]]
         >>> sw.shutdown()
     """
-    if _is_stream(dataset):
+    if is_stream(dataset):
         current = context()
-        _check_stream(
-            dataset, global_batch_size, replicas=current.mesh.data, shuffle=shuffle, options=options
-        )
+        check_stream(dataset, shuffle=shuffle)
+        _check_batch(global_batch_size, replicas=current.mesh.data, options=options)
         replica = (current.data_rank, current.mesh.data)
         return StreamLoader(dataset, global_batch_size, drop_last=drop_last, replica=replica, options=options)
     return ReplicaLoader(
@@ -285,28 +284,6 @@ def _outlive_sigterm(_: int) -> None:
         os._exit(0)
 
     threading.Thread(target=listen, name="shardwright-sigterm", daemon=True).start()
-
-
-def _is_stream(dataset: Any) -> bool:
-    numbered = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or (isinstance(dataset, Iterable) and not numbered)
-
-
-def _check_stream(
-    stream: Any, batch_size: int, *, replicas: int, shuffle: bool | None, options: dict[str, Any]
-) -> None:
-    if isinstance(stream, Iterator | DataLoader):
-        raise UsageError(
-            f"sw.data_loader takes a data set, whose samples it puts into batches, not a "
-            f"{type(stream).__name__}. Give it the data set; or go on with your own loader, one part for "
-            "each replica (sw.rdp_rank(), sw.rdp_size()), and name it in sw.Checkpoints(state={...})."
-        )
-    if shuffle:
-        raise UsageError(
-            "shuffle=True was asked of a stream, of which nobody knows all samples. Shuffle in it: "
-            "dataset.shuffle(seed=..., buffer_size=...) of Hugging Face."
-        )
-    _check_batch(batch_size, replicas=replicas, options=options)
 
 
 def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:

@@ -10,16 +10,35 @@ The position is the stream's own ``state_dict()``: of a data set of Hugging Face
 has one, or, where workers read, of torchdata's `StatefulDataLoader` around it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shardwright.errors import CheckpointError, UsageError
 
 _STATE = ("state_dict", "load_state_dict")
+
+
+def is_stream(dataset: Any) -> bool:
+    numbered = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (isinstance(dataset, Iterable) and not numbered)
+
+
+def check_stream(stream: Any, *, shuffle: bool | None) -> None:
+    if isinstance(stream, Iterator | DataLoader):
+        raise UsageError(
+            f"sw.data_loader takes a data set, whose samples it puts into batches, not a "
+            f"{type(stream).__name__}. Give it the data set; or go on with your own loader, one part for "
+            "each replica (sw.rdp_rank(), sw.rdp_size()), and name it in sw.Checkpoints(state={...})."
+        )
+    if shuffle:
+        raise UsageError(
+            "shuffle=True was asked of a stream, of which nobody knows all samples. Shuffle in it: "
+            "dataset.shuffle(seed=..., buffer_size=...) of Hugging Face."
+        )
 
 
 class StreamLoader:
