@@ -17,6 +17,7 @@ from transparency import Recipe
 from zoo import ZOO
 
 import shardwright
+from shardwright.files.user_file import Record
 from shardwright.observe.report.page import packed_library
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.randomness import get_state, set_state
@@ -56,8 +57,18 @@ def _trace(recipe: Recipe) -> None:
     )
 
 
+def _build_schemas() -> None:
+    """Of files, which pydantic would build in each rank that reads or writes one."""
+    kinds = [Record]
+    while kinds:
+        kind = kinds.pop()
+        kind.model_rebuild()
+        kinds += kind.__subclasses__()
+
+
 def _warm_up() -> None:
     _import_what_is_imported_late()
+    _build_schemas()
     traced = list(_TRACED)
     if importlib.util.find_spec("transformers") is not None:
         traced += _TRACED_OF_TRANSFORMERS

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from shardwright.after_import import objects_are_frozen
 from shardwright.launch.processes import die_with_parent, num_threads
 from shardwright.testing.job import Job, receive, send
 from shardwright.testing.rank import Gate, run_rank
@@ -70,6 +71,7 @@ def import_once(modules: Sequence[str]) -> None:
         gc.collect()
         # Otherwise each rank's first collection would touch, and so copy, every page of these modules.
         gc.freeze()
+        objects_are_frozen()  # counted here, and not by each rank
 
 
 def require_one_thread(imported: Sequence[str]) -> None:

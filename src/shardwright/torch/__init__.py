@@ -4,6 +4,8 @@ A name is imported when it is asked for, and most of the runtime with the first:
 and the processes of a data loader, do without.
 """
 
+import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +129,9 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with collector_paused():
-        module = import_module(f"shardwright.{_MODULE_OF[name]}")
+    path = f"shardwright.{_MODULE_OF[name]}"
+    with nullcontext() if path in sys.modules else collector_paused():
+        module = import_module(path)
     found = globals()[name] = getattr(module, name)
     return found
 

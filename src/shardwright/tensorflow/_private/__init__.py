@@ -1,7 +1,7 @@
 """Every use of private TensorFlow and Keras, with the reason.
 
-Tried with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/on_tensorflow/test_private.py` has a canary
-for each: a new version that changes one of them fails there.
+Tried with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. A new version that changes one of them fails in
+`tests/on_tensorflow`: in `test_private.py`, or in what is trained there.
 """
 
 from shardwright.tensorflow._private.graphs import (

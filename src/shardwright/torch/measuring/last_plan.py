@@ -57,7 +57,7 @@ class LastPlan:
         name = Path(machine_key(context)) / f"{self._key(model, samples)}.json"
         self._file = None if off else cache_folder() / "plans" / name
         self._code_file = None if off else cache_folder() / "code" / name
-        self._code = _code_of(model)
+        self._code = _code_of(model) if context.rank == 0 and not off else ""
 
     def read(self) -> Plan | None:
         """The plan; None where there was no such run, or its file cannot be read. On the first rank."""
@@ -117,7 +117,7 @@ def _code_of(model: nn.Module) -> str:
 
 def _stat(file: str) -> os.stat_result | None:
     try:
-        return Path(file).stat()
+        return os.stat(file)
     except OSError:
         return None
 

@@ -55,7 +55,7 @@ def _methods() -> dict[Any, Callable[..., Any]]:
 METHODS = _methods()
 """Methods of tensors that take the arguments of an operator as they are, and call only that operator.
 
-test_direct_call.py proves it of each.
+test_rules.py proves it of each.
 """
 
 
