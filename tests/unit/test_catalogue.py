@@ -9,9 +9,7 @@ from shardwright.errors import ConfigError, UsageError
 transformers = pytest.importorskip("transformers")
 
 
-KINDS = {
-    "t5": transformers.AutoModelForSeq2SeqLM,
-}
+KINDS = {"t5": transformers.AutoModelForSeq2SeqLM}
 
 
 def num_parameters(config):
@@ -21,158 +19,58 @@ def num_parameters(config):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 100, "n_positions": 32}
+SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 80}
+NARROW = {"kv_lora_rank": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 8}
+DEEPSEEK = {
+    **LLAMA,
+    **NARROW,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+}
+T5 = {"d_model": 48, "d_kv": 8, "num_heads": 4, "d_ff": 96, "vocab_size": 100}
 SMALL = {
-    "gpt2": transformers.GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=100, n_positions=32),
-    "gptj": transformers.GPTJConfig(
-        n_embd=48, n_layer=3, n_head=4, vocab_size=100, n_positions=32, rotary_dim=4
-    ),
-    "gpt_neox": transformers.GPTNeoXConfig(
-        hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=192, vocab_size=100
-    ),
+    "gpt2": transformers.GPT2Config(**GPT2),
+    "gptj": transformers.GPTJConfig(**GPT2, rotary_dim=4),
+    "gpt_neox": transformers.GPTNeoXConfig(**SIZES, intermediate_size=192),
     "bloom": transformers.BloomConfig(hidden_size=48, n_layer=3, n_head=4, vocab_size=100),
-    "opt": transformers.OPTConfig(
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        ffn_dim=96,
-        vocab_size=100,
-        max_position_embeddings=30,
-        word_embed_proj_dim=48,
-    ),
-    "llama": transformers.LlamaConfig(
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=80,
-        vocab_size=100,
-    ),
-    "mistral": transformers.MistralConfig(
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=80,
-        vocab_size=100,
-    ),
-    "qwen2": transformers.Qwen2Config(
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=80,
-        vocab_size=100,
-        tie_word_embeddings=True,
-    ),
-    "mixtral": transformers.MixtralConfig(
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=80,
-        vocab_size=100,
-        num_local_experts=4,
-    ),
-    "qwen3": transformers.Qwen3Config(
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=80,
-        vocab_size=100,
-    ),
+    "opt": transformers.OPTConfig(**SIZES, ffn_dim=96, max_position_embeddings=30, word_embed_proj_dim=48),
+    "llama": transformers.LlamaConfig(**LLAMA),
+    "mistral": transformers.MistralConfig(**LLAMA),
+    "qwen2": transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
+    "mixtral": transformers.MixtralConfig(**LLAMA, num_local_experts=4),
+    "qwen3": transformers.Qwen3Config(**LLAMA, head_dim=16),
     "qwen3_moe": transformers.Qwen3MoeConfig(
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=80,
-        moe_intermediate_size=24,
-        num_experts=6,
-        num_experts_per_tok=2,
-        vocab_size=100,
+        **LLAMA, head_dim=16, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2
     ),
     "deepseek_v3": transformers.DeepseekV3Config(
-        hidden_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=20,
-        kv_lora_rank=12,
-        qk_rope_head_dim=6,
-        qk_nope_head_dim=10,
-        v_head_dim=8,
-        intermediate_size=80,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
+        **DEEPSEEK | {"num_hidden_layers": 4, "q_lora_rank": 20, "first_k_dense_replace": 1},
         n_shared_experts=2,
         num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        vocab_size=100,
     ),
     "deepseek_v3 without narrow queries": transformers.DeepseekV3Config(
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=12,
-        qk_rope_head_dim=6,
-        qk_nope_head_dim=10,
-        v_head_dim=8,
-        intermediate_size=80,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=0,
-        vocab_size=100,
+        **DEEPSEEK | {"num_hidden_layers": 2, "q_lora_rank": None, "first_k_dense_replace": 0}
     ),
     "gpt_oss": transformers.GptOssConfig(
-        hidden_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=40,
+        **LLAMA | {"num_hidden_layers": 4, "intermediate_size": 40, "head_dim": 16},
         num_local_experts=6,
         num_experts_per_tok=2,
-        vocab_size=100,
     ),
-    "gemma3_text": transformers.Gemma3TextConfig(
-        hidden_size=48,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=80,
-        vocab_size=100,
-    ),
+    "gemma3_text": transformers.Gemma3TextConfig(**LLAMA | {"num_hidden_layers": 7, "head_dim": 16}),
     "llama4_text": transformers.Llama4TextConfig(
-        hidden_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        intermediate_size=80,
-        intermediate_size_mlp=96,
+        **LLAMA | {"num_hidden_layers": 4, "head_dim": 12, "intermediate_size_mlp": 96},
         num_local_experts=4,
-        vocab_size=100,
         pad_token_id=0,
     ),
-    "t5": transformers.T5Config(d_model=48, d_kv=8, num_layers=3, num_heads=4, d_ff=96, vocab_size=100),
+    "t5": transformers.T5Config(**T5, num_layers=3),
     "t5 gated": transformers.T5Config(
-        d_model=48,
-        d_kv=8,
+        **T5,
         num_layers=2,
         num_decoder_layers=3,
-        num_heads=4,
-        d_ff=96,
-        vocab_size=100,
         feed_forward_proj="gated-gelu",
         tie_word_embeddings=False,
     ),
@@ -241,13 +139,9 @@ def test_parameters_of_a_name(name):
         ("llama3-405b", 405.9),
         ("qwen3-8b", 8.19),
         ("qwen3-32b", 32.8),
-        ("qwen3-235b-a22b", 235),
-        ("deepseek-v3", 671),
         ("gpt-oss-20b", 20.91),
-        ("gpt-oss-120b", 116.83),
         ("gemma3-4b", 0.675 + 3.209),
         ("gemma3-12b", 1.012 + 10.759),
-        ("gemma3-27b", 1.416 + 25.6),
     ],
 )
 def test_size_of_a_name(name, billions):

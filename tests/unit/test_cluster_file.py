@@ -1,11 +1,23 @@
-"""Machines in a file."""
+"""Machines in a file; machines by name; what a host has, and what a container leaves of it."""
+
+import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster import Accelerator, Inventory, NodeKind, Rate, find_machines, node_kinds
+from shardwright.cluster import (
+    Accelerator,
+    Inventory,
+    NodeKind,
+    Rate,
+    find_machines,
+    node_kinds,
+    parse_inventory,
+)
 from shardwright.cluster.cluster_file import read_inventory, write_inventory
+from shardwright.cluster.named import THIS_CPU, host_memory_bytes
+from shardwright.costs import calibration_of, calibration_of_nodes
 from shardwright.costs.run_cluster import cluster_of
 from shardwright.errors import ConfigError
 
@@ -136,3 +148,77 @@ def test_what_is_wrong_is_named(before, after, message, tmp_path):
     with pytest.raises(ConfigError) as found:
         read_inventory(tmp_path / "c.yaml")
     assert message in str(found.value)
+
+
+def test_every_kind_has_rates_that_can_be():
+    kinds = node_kinds()
+    assert {"p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge"} <= set(kinds)
+    assert {"dgx-a100-80gb", "dgx-h100", "dgx-h200", "dgx-b200", "rtx4090x4"} <= set(kinds)
+    assert {"p5e.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge"} <= set(kinds)
+    assert {"p6e-gb200.36xlarge", "u-p6e-gb200x72", "g6e.48xlarge", "nd-mi300x-v5"} <= set(kinds)
+    assert {"rtx5090x4", "rtx-pro-6000x4"} <= set(kinds)
+    for kind in (kind for name, kind in kinds.items() if name != THIS_CPU):
+        device = kind.accelerator
+        assert 1e12 < min(device.flops_per_s.values()) <= max(device.flops_per_s.values()) < 1e16
+        assert 10 * 2**30 < device.memory_bytes < kind.memory_bytes
+        assert kind.network_Bps < kind.num_accelerators * kind.link_Bps
+        assert 1e10 < kind.link_Bps < 1e12
+        assert (kind.price_per_hour is None) == (kind.price_source == "")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "flops_per_s"),
+    [
+        ("p6-b200.48xlarge", 8, 2250e12),
+        ("p6-b300.48xlarge", 8, 2250e12),
+        ("p6e-gb200.36xlarge", 4, 2500e12),
+        ("u-p6e-gb200x72", 72, 2500e12),
+        ("nd-mi300x-v5", 8, 1307.4e12),
+        ("g6e.48xlarge", 8, 362e12),
+        ("rtx5090x4", 4, 209.5e12),
+        ("rtx-pro-6000x4", 4, 503.8e12),
+    ],
+)
+def test_a_family_that_nobody_measured_has_the_wide_interval(name, ranks, flops_per_s):
+    kind = node_kinds()[name]
+    assert (kind.num_accelerators, kind.accelerator.flops_per_s["bfloat16"]) == (ranks, flops_per_s)
+    calibration = calibration_of_nodes(kind)
+    measured = calibration_of_nodes(node_kinds()["p5.48xlarge"])
+    assert calibration.provenance.startswith(f"not calibrated for {kind.accelerator.family}")
+    assert calibration.spread >= measured.spread > calibration_of("H100", "megatron").spread
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("p4.24xlarge", r"no machines called 'p4.24xlarge'; did you mean p4d\.24xlarge"),
+        ("zzzz", r"known are p3\.16xlarge"),
+        ("dgx-h100*0", "'0' in 'dgx-h100.0' is not a number of nodes: take 1 to 100000"),
+        ("dgx-h100*-1", "'-1'"),
+        ("dgx-h100*1e9", "'1e9'"),
+        ("dgx-h100*999999999999", "take 1 to 100000"),
+        ("", "is not a kind of node"),
+        ("dgx-h100 +", "is not a kind of node"),
+    ],
+)
+def test_what_is_no_machine(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_inventory(text)
+
+
+WHOLE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("max\n", WHOLE), ("1073741824\n", 2**30), (str(2**63), WHOLE), ("damaged", WHOLE), ("", WHOLE)],
+)
+def test_a_limit_of_the_container_counts(tmp_path, text, expected):
+    (tmp_path / "memory.max").write_text(text)
+    assert host_memory_bytes((str(tmp_path / "memory.max"), str(tmp_path / "none"))) == expected
+
+
+def test_of_two_limits_the_smaller_counts(tmp_path):
+    for name, size in (("a", 2**31), ("b", 2**30)):
+        (tmp_path / name).write_text(str(size))
+    assert host_memory_bytes((str(tmp_path / "a"), str(tmp_path / "b"))) == 2**30

@@ -1,4 +1,4 @@
-"""The plan file: round trip, and every way to be unusable."""
+"""The plan file: round trip, and every way to be unusable; how two plans differ."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from graphs import chain_graph
+from observe.plans import two_stage_plan
 
+from shardwright.cli.commands.compare import Change, diff_plans
 from shardwright.errors import PlanError, StalePlanError
 from shardwright.plan import (
     Alternative,
@@ -199,3 +201,58 @@ def test_check_refuses_another_world() -> None:
 def test_check_refuses_other_units() -> None:
     with pytest.raises(StalePlanError, match=r"1 of the model's units are not in the stages \(h.2\)"):
         make_plan().check(chain_graph(3), world_size=4)
+
+
+def changed(plan: Plan, **changes) -> Plan:
+    return Plan.model_validate({**plan.model_dump(), **changes})
+
+
+def four_units() -> Plan:
+    plan = two_stage_plan()
+    units = ("embed", "a", "b", "head")
+    return changed(
+        plan,
+        model={**plan.model.model_dump(), "units": units},
+        stages=[{"rank": 0, "units": units[:2]}, {"rank": 1, "units": units[2:]}],
+    )
+
+
+def test_equal_plans_decide_alike():
+    found = diff_plans(two_stage_plan(), two_stage_plan())
+    assert (found.decision, found.prediction) == ((), ())
+    assert str(found) == "the plans decide alike"
+
+
+def test_units_that_moved_are_named_with_both_stages():
+    plan = four_units()
+    moved = changed(plan, stages=[{"rank": 0, "units": ("embed",)}, {"rank": 1, "units": ("a", "b", "head")}])
+    assert diff_plans(plan, moved).decision == (Change("a", "stage 0", "stage 1"),)
+    moved = changed(plan, stages=[{"rank": 0, "units": ()}, {"rank": 1, "units": plan.model.units}])
+    assert diff_plans(plan, moved).decision == (Change("embed .. a (2)", "stage 0", "stage 1"),)
+
+
+def test_degrees_schedule_ranks_recomputation_ties_and_pins_are_compared():
+    plan = four_units()
+    other = changed(
+        plan,
+        mesh={"pipeline": 2, "data": 1, "placement_strategy": "PDT"},
+        schedule={"kind": "gpipe", "microbatches": 6, "active_microbatches": 2},
+        stages=[
+            StagePlan(rank=1, units=("embed", "a")),
+            StagePlan(rank=0, units=("b", "head"), recompute=("b",)),
+        ],
+        replicated={"embed.weight": (0, 1)},
+        pins={"pipeline": "gpipe"},
+    )
+    assert [(c.what, c.before, c.after) for c in diff_plans(plan, other).decision] == [
+        ("mesh.data", "2", "1"),
+        ("mesh.placement_strategy", "DPT", "PDT"),
+        ("schedule.kind", "1f1b", "gpipe"),
+        ("schedule.microbatches", "3", "6"),
+        ("schedule.active_microbatches", "unset", "2"),
+        ("stage 0", "rank 0", "rank 1"),
+        ("stage 1", "rank 1", "rank 0"),
+        ("recomputed units", "none", "b"),
+        ("replicated.embed.weight", "unset", "0, 1"),
+        ("pins.pipeline", "unset", "gpipe"),
+    ]

@@ -1,8 +1,10 @@
 """Small checkpoints for tests."""
 
 import array
+import os
 from math import nan
 from pathlib import Path
+from typing import Any
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
@@ -72,3 +74,13 @@ def values(root: Path) -> set[float]:
         for overlap in saved.whole(name):
             found.update(overlap.stored.data.cast("d"))
     return found
+
+
+class Runs:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, marker: Path):
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._marker),)

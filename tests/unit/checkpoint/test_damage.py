@@ -35,16 +35,6 @@ def test_200_flipped_bytes_are_refused(root: Path) -> None:
     assert values(root) == {2.0}
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, -1])
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "tensors.json", "manifest.json", "state.json"])
-def test_cut_off_files_are_refused(root: Path, name: str, size: int) -> None:
-    path = root / "step-00000002" / name
-    content = path.read_bytes()
-    path.write_bytes(content[:size] if size < len(content) else content[:-1])
-    with pytest.raises(CorruptCheckpointError, match=name):
-        CheckpointFolder(root).open()
-
-
 def test_missing_foreign_and_swapped_files_are_refused(root: Path) -> None:
     newest = root / "step-00000002"
     (newest / "extra.bin").write_bytes(b"")
@@ -62,14 +52,6 @@ def test_missing_foreign_and_swapped_files_are_refused(root: Path) -> None:
 def test_a_manifest_of_another_checkpoint_is_refused(root: Path) -> None:
     shutil.copy(root / "step-00000001" / "manifest.json", root / "step-00000002")
     with pytest.raises(CorruptCheckpointError, match="is of step 1"):
-        CheckpointFolder(root).open()
-
-
-def test_links_are_refused(root: Path, tmp_path: Path) -> None:
-    path = root / "step-00000002" / "state.json"
-    path.rename(tmp_path / "elsewhere.json")
-    path.symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(CorruptCheckpointError, match="is a link"):
         CheckpointFolder(root).open()
 
 

@@ -4,11 +4,10 @@ import json
 import os
 import pickle
 import random
-import signal
 import socket
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.checkpoints import save, values
+from checkpoint.checkpoints import Runs, save, values
 from shardwright.checkpoint.disk import MANIFEST, FileEntry, Manifest
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.safe_files import parse
 from shardwright.checkpoint.tensor_file import TensorFile
 from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+pytestmark = pytest.mark.usefixtures("in_time")
 
 NAME = "step-00000002"
 FILES = [MANIFEST, "tensors.json", "state.json", "rank-00000.safetensors", "rank-00001.safetensors"]
@@ -32,20 +33,6 @@ def root(tmp_path: Path) -> Path:
     save(tmp_path / "checkpoints", 1)
     save(tmp_path / "checkpoints", 2)
     return tmp_path / "checkpoints"
-
-
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    """Nothing here waits, for example for somebody who writes to a pipe."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError("it took more than 60 s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def _load(root: Path) -> None:
@@ -154,24 +141,14 @@ def test_enormous_files_take_no_memory(root: Path, name: str) -> None:
     assert time.monotonic() - begin_s < 30
 
 
-class _Runs:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, marker: Path):
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._marker),)
-
-
 @pytest.mark.parametrize("name", FILES[1:])
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_pickles_are_not_loaded(root: Path, name: str, how: str, tmp_path: Path) -> None:
     path, marker = root / NAME / name, tmp_path / "executed"
     if how == "pickle":
-        path.write_bytes(pickle.dumps(_Runs(marker)))
+        path.write_bytes(pickle.dumps(Runs(marker)))
     else:
-        torch.save({"weight": _Runs(marker)}, path)
+        torch.save({"weight": Runs(marker)}, path)
     _seal(root)
     with pytest.raises(CorruptCheckpointError, match=name):
         _load(root)

@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-from shardwright.errors import ConfigError
-
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -65,40 +63,12 @@ def build_reading():
     return nn.Sequential(nn.Linear(4, 4), Chooser(), nn.Linear(4, 4)), torch.zeros(8, 4)
 
 
-class WithTable(Model):
-    """Adds a tensor that is no buffer between the units."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.arange(16.0)
-
-    def forward(self, ids):
-        x = self.blocks[0](self.embed(ids)) + self.table
-        return self.head(self.blocks[1](x))
-
-
-def build_with_table():
-    return WithTable(), torch.zeros(8, 6, dtype=torch.long)
-
-
 def build_failing():
     raise KeyError("layers")
 
 
-def build_refused():
-    raise ConfigError("layers is 0.")
-
-
-def build_needing_data():
-    return Model(), torch.zeros(3, dtype=torch.long).tolist()
-
-
 def build_model_only():
     return Model()
-
-
-def build_without_batch():
-    return Model(), {"text": "hello"}
 
 
 not_callable = 3

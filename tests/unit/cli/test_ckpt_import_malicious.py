@@ -5,33 +5,20 @@ import io
 import json
 import os
 import pickle
-import signal
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint.checkpoints import Runs
 from safetensors.torch import save_file
 
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
 
-
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    """Nothing here waits, for example for somebody who writes to a pipe."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError("it took more than 60 s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.usefixtures("in_time")
 
 
 @pytest.fixture
@@ -50,19 +37,6 @@ def refuses(tmp_path: Path, capsys):
         return err
 
     return refused
-
-
-class Runs:
-    """A pickle that makes a folder when it is loaded."""
-
-    def __init__(self, marker: Path):
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._marker),)
-
-
-# ---- pickles ----
 
 
 def _zip(what: object, path: Path, **options: Any) -> None:
@@ -222,9 +196,6 @@ def test_cut_off_and_changed_files_of_pytorch_are_refused_or_read(old, tmp_path,
             CheckpointFolder(run).open().check()
 
 
-# ---- folders of Hugging Face ----
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with an index and one file, as it should be."""
@@ -238,10 +209,6 @@ def folder(tmp_path: Path) -> Path:
 
 def _index(folder: Path, places: object, name: str = "model.safetensors.index.json") -> None:
     (folder / name).write_text(json.dumps({"weight_map": places}))
-
-
-def test_the_folder_as_it_should_be(folder, tmp_path, capsys):
-    assert call(capsys, "ckpt", "import", folder, "--to", tmp_path / "run")[0] == 0
 
 
 @pytest.mark.parametrize(

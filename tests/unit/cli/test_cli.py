@@ -1,16 +1,28 @@
-"""The command line: what it answers, with which code, how fast."""
+"""The command line: what it answers, with which code, how fast.
+
+docs/commands.md tells of every command, and its examples of what needs no model are real.
+
+On a terminal of 80 columns, no line of a result or a message is wider than it.
+"""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from files.good_files import READERS
+from observe.run_folders import run_folder
+from planned import planned
 
-from cli.calling import call
+from cli.calling import Terminal, call
+from fits import too_wide
 from shardwright import __version__
 from shardwright.cli import COMMANDS
+from shardwright.cli.commands import probe, profile
 from shardwright.errors import (
     ConfigError,
     InfeasiblePlanError,
@@ -63,58 +75,12 @@ def test_every_command_of_a_group_is_listed_and_has_help(capsys, command):
         assert f"Usage: shardwright {command.name} {name}" in inner_out
 
 
-def test_an_unknown_option_is_a_usage_error_with_a_suggestion(capsys):
-    code, _, err = call(capsys, "run", "--nnode", "2", "x.py")
-    assert code == 2
-    assert "--nnodes" in err
-
-
-def test_a_missing_script_is_a_usage_error_with_advice(capsys):
-    code, _, err = call(capsys, "run", "missing.py")
-    assert code == 2
-    assert "There is no script missing.py" in err
-    assert "shardwright run -n 2 train.py" in err
-
-
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "train.py").touch()
     return "train.py"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--set", "microbatches"], "write it as KEY=VALUE"),
-        (["--set", "microbatchs=4"], "microbatches"),
-        (["--set", "microbatches=-1"], "microbatches"),
-        (
-            ["--set", "microbatches=2", "--set", "microbatches=4"],
-            "microbatches is given twice, with two values",
-        ),
-        (["--config", "gone.yaml"], "there is no such file"),
-        (["--plan", "gone.json"], "there is no such file"),
-        (["--nnodes", "2"], "--nnodes 2 needs --name"),
-        (["--nnodes", "2", "--name", "x"], "needs --rdzv-endpoint"),
-        (["-n", "0"], "--num-ranks"),
-        (["--json"], "--json is for --dry-run"),
-    ],
-)
-def test_wrong_options_are_found_before_anything_starts(capsys, script, words, message, tmp_path):
-    code, _, err = call(capsys, "run", "-n", "1", *words, script)
-    assert code == 2
-    assert message in err
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(("text", "message"), [("a: [", "is no YAML: line"), ("- 1", "holds no settings")])
-def test_a_settings_file_that_is_none_is_refused(capsys, script, tmp_path, text, message):
-    (tmp_path / "config.yaml").write_text(text)
-    code, _, err = call(capsys, "run", "-n", "1", "--config", "config.yaml", script)
-    assert code == 2
-    assert message in err
 
 
 def test_a_dry_run_prints_one_line_and_makes_nothing(capsys, script, tmp_path):
@@ -222,3 +188,84 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     shell = 'set -o pipefail; "$0" -m shardwright catalogue --json | head -1'
     found = subprocess.run(["bash", "-c", shell, sys.executable], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "{\n", "")
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "commands.md"
+
+
+@pytest.fixture
+def document():
+    return DOCUMENT.read_text()
+
+
+def test_every_command_is_told_of(document):
+    for command in COMMANDS:
+        inner = [c.name for c in command.load().registered_commands] if command.is_group else [""]
+        for name in inner:
+            assert f"| `{f'{command.name} {name}'.strip()}` |" in document
+
+
+def test_examples_print_what_the_document_says(capsys, document):
+    shown = re.search(r"```console\n\$ shardwright (schedule [^\n]*)\n(.*?)```", document, re.DOTALL)
+    assert shown is not None
+    code, out, _ = call(capsys, *shown[1].split())
+    assert (code, out) == (0, shown[2])
+
+
+TASK = ("llama3-8b", "p4d.24xlarge*2", "--batch", "512")
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch, capsys):
+    """Runs a command as on a terminal; returns the lines of stdout and of stderr there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    run_folder(tmp_path / "a", planned())
+    run_folder(tmp_path / "b", planned(microbatches=8, ranks=4), steps=5)
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name / "logs").mkdir(parents=True)
+    for reader in READERS:
+        if reader.name in ("cluster.yaml", "config.json", "prices.json", "profile.json"):
+            reader.write(tmp_path)
+    # Ranks that measure leave their files, which are there.
+    for module in (probe, profile):
+        monkeypatch.setattr(module, "run_for_files", lambda *_, **__: True)
+
+    def run(*words):
+        out, err = Terminal(), Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            call(capsys, *words)
+        return out.getvalue(), err.getvalue()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("catalogue",),
+        ("search", *TASK, "--tokens", "1e12"),
+        ("catalogue", "p4d.24xlarge*2+p5.48xlarge"),
+        ("compare", "a", "b"),
+        ("doctor",),
+        ("explain", "b"),
+        ("plan", "cli.models:build", "-n", "2", "-o", "plan.json"),
+        ("show", "b"),
+        ("probe",),
+        ("profile", "cli.models:build"),
+        ("report", "b"),
+        ("runs",),
+        ("schedule", "zb_v", "-n", "4", "--microbatches", "16"),
+        ("search", *TASK),
+        ("trace", "cli.models:build"),
+    ],
+    ids=" ".join,
+)
+def test_lines_fit(shown, words):
+    out, err = shown(*words)
+    assert out
+    assert too_wide(out) == []
+    assert too_wide(err) == []

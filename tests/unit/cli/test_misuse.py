@@ -1,13 +1,19 @@
-"""A command line that cannot be read: what was asked, what is true, what to do; within 80 columns."""
+"""A command line that cannot be read: what was asked, what is true, what to do; within 80 columns.
+
+Options that contradict one another, or would do nothing, are refused.
+"""
 
 import sys
 from pathlib import Path
 
 import pytest
+from planned import planned
 
 from cli.calling import Terminal, call
 from shardwright.cli import COMMANDS
 from shardwright.cli.commands.run import _where
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.planner.profiles import MeasuredProfile
 
 TASK = "gpt2-1.5b p4d.24xlarge --batch 512"
 
@@ -39,7 +45,6 @@ def refused(monkeypatch, capsys):
         ("--verison", "there is no option --verison. Did you mean --version? All of them: "),
         ("run -x train.py", "run has no option -x. All of them: shardwright run --help"),
         ("run --gpus 2 train.py", "run has no option --gpus. Write -n NUMBER"),
-        ("run --nproc 2 train.py", "Write -n NUMBER"),
         (f"search {TASK} --seq 128", "search has no option --seq. Write --sequence NUMBER"),
         ("plan model.py:build -n 2 --seq 128", "the batch says that model.py:build returns."),
         ("export runs/train", "shardwright ckpt export RUN"),
@@ -47,24 +52,19 @@ def refused(monkeypatch, capsys):
             "plan make model.py:build -n 2",
             "plan has no command make. plan itself makes one:",
         ),
-        ("plan show runs/train", "To see one: shardwright show PLAN_OR_RUN"),
         ("diff a.json b.json", "shardwright compare PLAN OTHER_PLAN"),
         ("why_not llama3-8b dgx-h100 tensor=8", "--why-not tensor=8,pipeline=4"),
         ("simulate plan.json --slow 1=2", "shardwright explain PLAN"),
         ("schedule 1f1b --ranks 3", "schedule has no option --ranks. Write -n NUMBER"),
         ("-n 2 train.py", "-n stands before a command. Put it behind: shardwright run -n 2 train.py"),
         ("run --microbatches 4 train.py", "Write --set microbatches=VALUE, for it is a setting."),
-        ("run --tensor-parallel-degree=2 train.py", "Write --set tensor_parallel_degree=VALUE, for"),
         (f"search {TASK} --tensor 8", "search has no option --tensor. Write --pin tensor=VALUE"),
         (f"search {TASK} --recompute full", "--pin recompute=VALUE, one of none, selective, full"),
-        (f"search {TASK} --micro-batch-size 4", "Write --pin micro_batch_size=VALUE"),
         (f"search {TASK} --pin expert_parallel_degree=4", "Pin context as well: context=1, expert=4; or"),
         ("run -n two train.py", "--num-ranks is 'two', but it must be a whole number."),
-        ("run -n 1.5 train.py", "--num-ranks is '1.5', but it must be a whole number."),
         ("run -n 0 train.py", "--num-ranks is '0', but it must be at least 1."),
         ("run --device gpu train.py", "--device: 'gpu' is not one of 'auto', 'cpu'."),
         ("run -np 2 train.py", "must be a whole number. Write -n 2; without it, a rank for each GPU."),
-        ("run --nproc_per_node=auto train.py", "Write -n 2; without it, a rank for each GPU."),
         ("run --standalone train.py", "run has no option --standalone, which is torchrun's. Leave it out;"),
         ("resume train.py", "To continue a run: shardwright run --resume train.py"),
         ("search llama3-8b 8xh100 -b 64", "is an accelerator, and machines have several. Name these: p5.48"),
@@ -77,7 +77,6 @@ def refused(monkeypatch, capsys):
         ("compare a b -o page.html", "compare has no option -o. Two pages side by side: shardwright report"),
         ("runs --json=yes", "--json takes no value. Write it alone."),
         ("runs a b", "runs takes DIR, and b is left over. Leave it out, or put quotes"),
-        ("doctor a", "doctor takes no argument, and a is left over."),
         ("rnu train.py", "there is no command rnu. Did you mean run? All of them: shardwright --help"),
         ("train.py", "there is no command train.py. To run a script: shardwright run -n 2 train.py"),
         ("ckpt list a", "ckpt has no command list. Did you mean ls? All of them: shardwright ckpt --help"),
@@ -134,3 +133,58 @@ def test_settings_that_name_the_run_folder_are_obeyed(tmp_path):
     assert _where(Path("own"), "first", None, settings) == (Path("own"), "first")
     (tmp_path / "settings.yaml").write_text('run_name: big\nrun_dir: "off"\n')
     assert _where(Path("runs"), None, tmp_path / "settings.yaml", ()) == (Path("runs"), "big")
+
+
+LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    cluster = Cluster(
+        device=Device(name="cpu"), ranks_per_node=2, cores_per_node=2, intra_node=LINK, inter_node=LINK
+    )
+    found = MeasuredProfile(fingerprint="f", costs={}, cluster=cluster, num_ranks=2, when="now")
+    found.write(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dtype", "bfloat16"], "--dtype is bfloat16, but only --cluster has rates"),
+        (["--cluster", "p4d.24xlarge", "--dtype", "int8"], "--dtype is 'int8', but it must be one of"),
+        (
+            ["--cluster", "p4d.24xlarge", "--dtype", "float32", "--set", "bf16=true"],
+            "--dtype is float32, but the settings have bf16",
+        ),
+    ],
+)
+def test_options_without_use_are_refused(capsys, words, message):
+    code, _, err = call(capsys, "plan", "m.py:build", "-n", "2", *words)
+    assert code == 2
+    assert message in err
+
+
+def test_schedules_that_would_take_hours_are_refused(capsys, tmp_path):
+    plan, long = tmp_path / "plan.json", tmp_path / "long.json"
+    planned(ranks=40).write(plan)
+    long.write_text(plan.read_text().replace('"microbatches": 4', '"microbatches": 90000', 1))
+    code, _, err = call(capsys, *["explain", str(long)])
+    assert code != 0
+    assert "90000 microbatches on 40 stages are 7200000 actions" in err
+    assert "Take at most 62500 microbatches" in err
+
+
+@pytest.mark.parametrize(
+    "words", [["profile", "m.py:build", "-o", "{out}"], ["probe", "{out}"], ["probe", "--cluster", "{out}"]]
+)
+def test_where_files_go_is_looked_at_before_anything_is_measured(capsys, tmp_path, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 2), ()\n")
+    for out, message in (
+        ("nowhere/x.json", "there is no folder"),
+        (".", ". cannot be written: it is a folder"),
+    ):
+        code, _, err = call(capsys, *(word.format(out=out) for word in words))
+        assert code == 2
+        assert message in err

@@ -1,12 +1,20 @@
-"""``shardwright plan``."""
+"""``shardwright plan``; ``shardwright explain``; ``shardwright trace``.
+
+``shardwright schedule``: the picture.
+"""
 
 import json
+import re
 
 import pytest
 from observe.plans import two_stage_plan
+from observe.run_folders import run_folder
+from planned import planned
 
 from cli.calling import call
+from cli.models import Model
 from shardwright.plan import Plan
+from shardwright.schedule import KINDS
 
 
 @pytest.fixture
@@ -16,7 +24,6 @@ def folder(tmp_path, monkeypatch):
     changes = {"schedule": {"kind": "gpipe", "microbatches": 3}}
     Plan.model_validate({**two_stage_plan().model_dump(), **changes}).write(tmp_path / "gpipe.json")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.json").write_text("{")
     return tmp_path
 
 
@@ -54,20 +61,6 @@ def test_diff_ends_as_diff_does(capsys, folder):
         "decision": [{"what": "schedule.kind", "before": "1f1b", "after": "gpipe"}],
         "prediction": [],
     }
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("gone.json", "plan file gone.json cannot be read: No such file or directory"),
-        ("broken.json", "is no JSON"),
-    ],
-)
-def test_what_is_no_plan_is_a_usage_error(capsys, folder, path, message):
-    for words in (("show", path), ("compare", "run", path)):
-        code, out, err = call(capsys, *words)
-        assert (code, out) == (2, "")
-        assert message in err
 
 
 def test_settings_reach_the_plan(capsys):
@@ -112,23 +105,134 @@ def test_a_model_that_this_machine_could_not_hold(capsys, tmp_path):
         (("-n", "3", "--set", "pipeline_parallel_degree=2"), "WORLD_SIZE(3)"),
         (("-n", "2", "--set", "plan=x.json"), "a plan is to be made"),
         (("-n", "2", "--set", "auto_partition=false", "--set", "default_partition=0"), "sw.partition"),
-        (("-n", "2", "--config", "gone.yaml"), "--config gone.yaml cannot be read"),
-        (("-n", "2", "--cluster", "gone.yaml"), "cluster file gone.yaml cannot be read"),
-        (("-n", "2", "--cluster", "p4"), "there are no machines called 'p4'"),
         (("-n", "9", "--cluster", "p4d.24xlarge"), "p4d.24xlarge x 1 has 8 ranks"),
         (("-n", "2", "--machine", "a.yaml"), "Name the machines, or their file, by --cluster"),
         (
             ("-n", "2", "--cluster", "p3.16xlarge", "--dtype", "bfloat16"),
             "V100-16GB has no rate for bfloat16",
         ),
-        (("-n", "2", "--profile", "gone.json"), "profile gone.json cannot be read"),
         (("-n", "2", "--verify", "2"), "run each with shardwright run --plan FILE"),
-        (("-n", "2", "-o", "/proc/plan.json"), "--output /proc/plan.json cannot be written"),
         (("-n", "40"), "units to place"),
         ((), "--num-ranks"),
     ],
 )
 def test_wrong_options_of_make(capsys, words, message):
     code, out, err = call(capsys, "plan", "cli.models:build", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_plan_is_explained(capsys, tmp_path):
+    plan = planned(ranks=4, recompute_s=0.05)
+    plan.write(tmp_path / "plan.json")
+    code, out, err = call(capsys, "explain", tmp_path / "plan.json")
+    assert (code, err) == (0, "")
+    assert out.startswith("plan: 1f1b, 4 microbatches, 4 stages on 4 ranks; predicted step")
+    assert "  The times of the units were measured.\n" in out
+    for part in ("forward", "backward", "recomputation", "bubble", "messages: latency", "sums over replicas"):
+        assert re.search(rf"^  {part} +[\d.]+ (s|ms|us) +[\d.]+% +█+$", out, re.MULTILINE), part
+    assert re.search(r"^  predicted step +[\d.]+ s +100.0%", out, re.MULTILINE)
+    assert "limit 9.8 KiB" in out
+    assert re.search(r"^  10% faster compute +[\d.]+ s +-\d.\d%$", out, re.MULTILINE)
+    assert re.search(r"^  twice the bandwidth", out, re.MULTILINE)
+    assert "8 microbatches" not in out
+    assert "12.5% slower, with 4.0 KiB" in out
+    assert "measured beside" not in out
+
+
+def test_a_run_is_measured_beside_its_plan(capsys, tmp_path):
+    _, out, _ = call(capsys, "explain", run_folder(tmp_path / "run", planned()))
+    assert re.search(r"^  step time .* \+10.0%$", out, re.MULTILINE)
+    assert re.search(r"^  forward +400 ms +400 ms +[+-]0.0%$", out, re.MULTILINE)
+
+
+def test_what_is_not_known_is_said(capsys, tmp_path):
+    by_hand = planned().model_copy(update={"prediction": None})
+    by_hand.write(tmp_path / "plan.json")
+    code, out, _ = call(capsys, "explain", tmp_path / "plan.json")
+    assert code == 0
+    assert "The plan predicts nothing" in out
+    assert "what the step is spent on" not in out
+
+
+def test_as_json(capsys, tmp_path):
+    plan = planned()
+    _, out, _ = call(capsys, "explain", run_folder(tmp_path / "run", plan), "--json")
+    document = json.loads(out)
+    parts = document["predicted"]["waterfall"]["parts"]
+    assert sum(part["seconds"] for part in parts) == pytest.approx(plan.prediction.step_s, rel=1e-9)
+    assert [row["name"] for row in document["sensitivities"]][:2] == [
+        "10% faster compute",
+        "twice the bandwidth",
+    ]
+    assert "timeline" not in document["predicted"]
+
+
+def test_units_ties_and_what_feeds_what(capsys):
+    code, out, err = call(capsys, "trace", "cli.models:build")
+    assert code == 0
+    assert err.startswith("building cli.models:build ...\n")  # a time follows where it takes long
+    assert "tracing the model ...\n" in err
+    num_parameters = sum(parameter.numel() for parameter in Model().parameters())
+    assert out.startswith(f"6 units, {num_parameters:,} parameters; of a microbatch of 8: ")
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    # Two linear layers of 16 x 64, two operations each, for 8 sequences of 6.
+    assert rows["blocks.0"][1:5] == ["Block", "8.3", "KiB", f"{2 * 2 * 16 * 64 * 48 / 1000:.1f}"]
+    assert rows["embed"][-2:] == ["the", "next"]
+    assert rows["blocks.0"][-2:] == ["blocks.1,", "blocks.3"]  # through an addition
+    assert rows["head"][-2:] == ["the", "loss"]
+    assert "tied: embed.weight = head.weight (3.1 KiB), used by embed, head" in out
+
+
+def test_a_module_that_reads_values_is_one_unit(capsys):
+    code, out, _ = call(capsys, "trace", "cli.models:build_reading", "--stages", 8)
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines() if line[:1].isdigit()][1:] == [
+        ["0", "Linear"],
+        ["1", "Chooser"],
+        ["2", "Linear"],
+    ]
+
+
+def test_a_model_without_a_loss_needs_one(capsys, tmp_path):
+    (tmp_path / "m.py").write_text(
+        "import torch\nclass M(torch.nn.Module):\n"
+        "    def forward(self, x): return (x > 0,)\n"
+        "def build(): return M(), torch.zeros(2)\n"
+    )
+    code, _, err = call(capsys, "trace", f"{tmp_path / 'm.py'}:build")
+    assert code == 2
+    assert "returns tuple without a tensor of floating-point numbers" in err
+
+
+def test_the_picture_is_the_one_of_the_papers(capsys):
+    code, out, err = call(capsys, "schedule", "1f1b", "-n", 2, "--microbatches", 3)
+    assert (code, err) == (0, "")
+    assert "rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===\n" in out
+    assert "rank 1 | .  F0 B0=== F1 B1=== F2 B2===\n" in out
+    assert "step    12.0 s, of which each rank computes 9.00 s" in out
+    assert "bubble  25.0% of the ranks' time (3.00 s a rank)\n" in out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_numbers_are_there_for_programs(capsys, kind):
+    _, out, _ = call(capsys, "schedule", kind, "-n", 3, "-m", 9, "--json")
+    found = json.loads(out)
+    assert found["bubble_s"] > 0
+    assert len(found["peak_activations"]) == 3
+    assert len(found["actions"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("1f1c",), "there is no schedule '1f1c'"),
+        (("1f1b", "--stages-per-rank", "2"), "ask for interleaved_1f1b"),
+        (("zb_v", "--stages-per-rank", "3"), "zb_v runs exactly 2 stages"),
+        (("1f1b", "--send", "1"), "Those of a model's own: shardwright explain PLAN"),
+    ],
+)
+def test_what_cannot_be_drawn_is_a_usage_error(capsys, words, message):
+    code, out, err = call(capsys, "schedule", *words)
     assert (code, out) == (2, "")
     assert message in err

@@ -1,4 +1,7 @@
-"""Prices follow the rows, and the cheapest way is taken."""
+"""Prices follow the rows, and the cheapest way is taken.
+
+On accelerators, hops are taken where nodes allow them and their prices are lower.
+"""
 
 import dataclasses
 
@@ -8,8 +11,20 @@ from hypothesis import strategies as st
 
 from shardwright.collectives import Topology, all_gather, reduce_scatter
 from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, choose, price, steps_of
-from shardwright.collectives.choose_on_devices import choices_by_size, crossovers
-from shardwright.collectives.prices import DEFAULT_PRICES, Curve, Line, read_prices, write_prices
+from shardwright.collectives.choose_on_devices import (
+    choices_by_size,
+    choose_on_devices,
+    crossovers,
+    why_not_hierarchical,
+)
+from shardwright.collectives.prices import (
+    DEFAULT_PRICES,
+    Curve,
+    Line,
+    read_prices,
+    typical_device_prices,
+    write_prices,
+)
 from shardwright.collectives.steps import Routine
 from shardwright.errors import ConfigError, ScheduleError
 
@@ -22,31 +37,6 @@ PRICES = dataclasses.replace(
     local_message=Line(1e-4, 1e9),
 )
 TWO_BY_TWO = Topology.from_hosts("aabb")
-
-
-def test_a_long_all_gather_takes_as_long_as_its_slowest_link():
-    count = 2**20
-    rows = [all_gather(TWO_BY_TWO, rank, count=count, chunk=2**14) for rank in range(4)]
-    seconds = price(TWO_BY_TWO, rows, itemsize=4, prices=PRICES)
-    over_the_link = 2 * count * 4 / 1e8
-    assert over_the_link < seconds < 1.1 * over_the_link
-
-
-def test_in_one_piece_both_kinds_of_link_wait_for_each_other():
-    count = 2**20
-    prices = dataclasses.replace(PRICES, message=Line(1e-4, 5e8))
-
-    def seconds(chunk):
-        rows = [all_gather(TWO_BY_TWO, rank, count=count, chunk=chunk) for rank in range(4)]
-        return price(TWO_BY_TWO, rows, itemsize=4, prices=prices)
-
-    assert seconds(2**15) < 0.8 * seconds(2**20)
-
-
-def test_messages_of_a_node_share_its_link():
-    flat = [all_gather(TWO_BY_TWO.flat(), rank, count=2**20, chunk=2**20) for rank in range(4)]
-    seconds = price(TWO_BY_TWO, flat, itemsize=4, prices=PRICES)
-    assert seconds == pytest.approx(4 * 2**20 * 4 / 1e8, rel=0.05)  # each rank sends to both ranks there
 
 
 def test_rows_that_do_not_fit_have_no_price():
@@ -110,3 +100,58 @@ def test_prices_as_a_file(tmp_path):
         read_prices(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_prices(tmp_path / "none.json")
+
+
+EIGHT_BY_EIGHT = Topology.from_hosts("".join(host * 8 for host in "abcdefgh"))
+
+
+def test_a_short_all_gather_over_many_nodes_waits_for_fewer_hops():
+    prices = typical_device_prices(EIGHT_BY_EIGHT)
+    short = choose_on_devices("all_gather", EIGHT_BY_EIGHT, count=1000, itemsize=4, prices=prices)
+    assert short.candidate.name == "hierarchical"
+    assert short.seconds < 0.6 * short.others["nccl"]
+    long = choose_on_devices("all_gather", EIGHT_BY_EIGHT, count=10**8, itemsize=4, prices=prices)
+    assert long.candidate.name == "nccl"  # whose rings use all links, too
+
+
+@pytest.mark.parametrize(
+    ("hosts", "collective", "why"),
+    [
+        ("aaaa", "all_gather", "all ranks are on one node"),
+        ("abcd", "broadcast", "every rank is alone on its node"),
+        ("aaab", "all_reduce", "the nodes have different numbers of ranks (3, 1)"),
+        ("abab", "reduce_scatter", "the ranks of a node do not follow one another ((0, 2), (1, 3))"),
+        ("abab", "all_reduce", ""),
+        ("a", "all_reduce", "all ranks are on one node"),
+        ("aabb", "all_gather", ""),
+    ],
+)
+def test_where_hops_are_not_possible_the_reason_says_why(hosts, collective, why):
+    topology = Topology.from_hosts(hosts)
+    assert why_not_hierarchical(collective, topology) == why
+    choice = choose_on_devices(
+        collective, topology, count=10, itemsize=2, prices=typical_device_prices(topology)
+    )
+    assert (f"hierarchical is not possible: {why}" in choice.reason(2)) == bool(why)
+    assert not why or choice.candidate.name == "nccl"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("topology", [TWO_BY_TWO, EIGHT_BY_EIGHT, Topology.from_hosts("aab")])
+def test_longer_ones_take_longer(collective, topology):
+    prices = typical_device_prices(topology)
+    times = [
+        choose_on_devices(collective, topology, count=10**power, itemsize=4, prices=prices).seconds
+        for power in range(9)
+    ]
+    assert times == sorted(times)
+
+
+def test_prices_of_devices_stand_in_the_file(tmp_path):
+    path = tmp_path / "prices.json"
+    prices = dataclasses.replace(DEFAULT_PRICES, devices=typical_device_prices(TWO_BY_TWO))
+    write_prices(path, prices, TWO_BY_TWO)
+    assert read_prices(path) == (prices, TWO_BY_TWO)
+    path.write_text(path.read_text().replace('"reorder"', '"order"'))
+    with pytest.raises(ConfigError, match="devices"):
+        read_prices(path)

@@ -1,4 +1,7 @@
-"""Unix sockets of one user: others cannot knock, and whoever says nothing keeps nobody waiting."""
+"""Unix sockets of one user: others cannot knock, and whoever says nothing keeps nobody waiting.
+
+Which interface gloo takes: the one that leads to rank 0, and not the one of the host's name.
+"""
 
 import os
 import socket
@@ -10,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.comm.joining import interface
+from shardwright.comm.joining.interface import take_interface_towards
 from shardwright.comm.joining.session import PrivateListener, call, is_our_user
 from shardwright.comm.local_peers import _take_calls
 
@@ -88,3 +93,56 @@ def test_who_says_nothing_or_something_else_keeps_nobody_waiting(listener):
 def test_a_rank_that_does_not_call_ends_the_wait(listener):
     with pytest.raises(TimeoutError, match="1 ranks have not called"):
         _take_calls(listener, {"theirs ours": 1}, timeout_s=0.2)
+
+
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.9.0.5"}
+
+
+@pytest.fixture
+def routes(monkeypatch):
+    """From which address each host is reached; another host: by the default route."""
+    found = {"head": "10.9.0.5", interface._ELSEWHERE: "10.0.0.5"}
+    monkeypatch.setattr(interface, "_addresses", lambda: ADDRESSES)
+    monkeypatch.setattr(interface, "own_address_towards", found.get)
+    return found
+
+
+def taken(host, **environ):
+    take_interface_towards(host, environ)
+    return environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_the_interface_of_the_route(routes):
+    assert taken("head") == "ib0"
+
+
+def test_a_name_that_leads_to_loopback_is_this_host(routes):
+    """As Debian names a host in its own /etc/hosts: rank 0 waited there, where nobody else comes."""
+    routes["head"] = "127.0.1.1"
+    assert taken("head") == "eth0"
+
+
+def test_without_a_route_the_first_that_leads_out(routes):
+    routes.clear()
+    assert taken("head") == "eth0"
+
+
+def test_hosts_that_meet_on_loopback_are_one(routes):
+    assert taken("127.0.0.1") in ("lo", "lo0")
+    assert taken("localhost") in ("lo", "lo0")
+
+
+def test_what_is_named_stays(routes):
+    assert taken("head", GLOO_SOCKET_IFNAME="eth7") == "eth7"
+
+
+def test_a_machine_with_loopback_alone_is_left_to_gloo(monkeypatch):
+    monkeypatch.setattr(interface, "_addresses", lambda: {"lo": "127.0.0.1"})
+    monkeypatch.setattr(interface, "own_address_towards", lambda host: None)
+    assert taken("head") is None
+
+
+def test_this_machine_s_own_interfaces_have_addresses():
+    assert set(interface._addresses().values()) >= {"127.0.0.1"}
+    assert interface.own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface.own_address_towards("no.such.name.invalid") is None

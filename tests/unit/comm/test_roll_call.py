@@ -59,13 +59,6 @@ def all_at_once(*jobs):
     return errors
 
 
-def test_ranks_that_all_come_meet_again_and_again():
-    ranks = Ranks(3)
-    for _ in range(5):
-        assert all_at_once(*(lambda rank=rank: ranks.meet(rank) for rank in range(3))) == [None] * 3
-    assert not ranks.told
-
-
 def test_keys_at_the_store_do_not_pile_up():
     ranks = Ranks(2)
     store = ranks.at[0]._store
@@ -295,20 +288,6 @@ def test_a_sender_and_a_receiver_meet_by_one_name():
     first, _ = all_at_once(lambda: call(0, "smp.send()"), lambda: ranks.meet(1))
     assert "smp.send() on rank 0 needs smp.recv_from() on rank 1" in str(first)
     assert "rank 1 is in model.state_dict()" in str(first)
-
-
-def test_notes_travel_as_text():
-    note = Note(
-        place=MeetingPlace("model.state_dict()", (0, 1), 3, name="an object", hint="Try."),
-        joint=WAITING,
-        counts=(((0, 1), 3), ((0, 1, 2, 3), 4)),
-        seconds=2.5,
-        line="train.py:7",
-    )
-    assert Note.from_text(note.to_text()) == note
-    assert note.common_calls(1) == 7
-    assert note.common_calls(3) == 4
-    assert str(note) == "is in model.state_dict() (train.py:7) for 2 s"
 
 
 class LostPeers:

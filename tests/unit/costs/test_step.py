@@ -1,14 +1,22 @@
-"""Seconds and bytes of a step: they add up, and go the way that machines do."""
+"""Seconds and bytes of a step: they add up, and go the way that machines do.
+
+Nodes of several kinds: chains are dealt by how fast they are; a search takes one kind.
+
+Microbatches in flight are those that the schedules keep.
+"""
 
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from graphs import convolutional_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.catalogue import find_architecture
+from shardwright.cluster import parse_inventory
 from shardwright.costs import (
+    KindOfRank,
     Offload,
     Options,
     Rates,
@@ -17,9 +25,15 @@ from shardwright.costs import (
     Shape,
     Sharded,
     calibration_of,
+    chain_prices,
     rank_bytes,
     step_seconds,
 )
+from shardwright.costs.kinds import stages_alike
+from shardwright.costs.memory import BF16, in_flight
+from shardwright.errors import ConfigError
+from shardwright.planner.ways import Task
+from shardwright.schedule import StageCost, build_schedule, simulate
 
 A100 = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
 REACHED = calibration_of("A100", "megatron").efficiencies
@@ -108,3 +122,68 @@ def test_a_published_run_that_was_predicted_closely():
     )
     rates = replace(A100, network_Bps=200e9, memory_Bps=2.04e12)
     assert float(step_seconds(shape, options, rates, REACHED).total) == pytest.approx(76.8, rel=0.05)
+
+
+def kind(ranks, times=1.0):
+    rates = replace(A100, flops_per_s=A100.flops_per_s * times, memory_Bps=A100.memory_Bps * times)
+    return KindOfRank(ranks=ranks, rates=rates, reached=REACHED, memory_bytes=1e15)
+
+
+def test_stages_lie_where_their_ranks_are():
+    assert [(each.kinds, each.stages, each.last) for each in stages_alike([8, 8], 4, apart=True)] == [
+        ((0,), 2, False),
+        ((1,), 1, False),
+        ((1,), 1, True),
+    ]
+    across = stages_alike([12, 4], 2, apart=True)
+    assert [(each.kinds, each.stages) for each in across] == [((0,), 1), ((0, 1), 1)]
+    inside = stages_alike([8, 8], 4, apart=False)
+    assert {each.kinds for each in inside} == {(0, 1)}
+    assert sum(each.stages for each in inside) == 4
+
+
+def test_faster_nodes_make_the_step_of_a_chain_shorter():
+    chain = convolutional_chain()
+    options = Options(pipeline=2.0, data=8.0, microbatches=8.0, microbatch=128.0)
+    mixed, slow = (
+        chain_prices(chain, options, kinds, A100, precision=BF16, width=2).seconds.total
+        for kinds in ([kind(8, 3.0), kind(8)], [kind(8)])
+    )
+    assert mixed < slow
+
+
+def test_a_search_over_several_kinds_is_refused():
+    machines = parse_inventory("p4d.24xlarge*2 + p5.48xlarge*2")
+    with pytest.raises(ConfigError, match=r"has A100-40GB and H100.*Search each kind alone"):
+        Task(model=find_architecture("gpt-neox-20b"), machines=machines, batch=256, dtype="float16")
+
+
+SPLIT = {"input_s": 1.0, "weight_s": 1.0}
+FAMILIES = [
+    (ScheduleKind.GPIPE, "gpipe", 1),
+    (ScheduleKind.ONE_F_ONE_B, "1f1b", 1),
+    (ScheduleKind.ZB_H1, "zb_h1", 1),
+    (ScheduleKind.ZB_V, "zb_v", 2),
+    (ScheduleKind.INTERLEAVED, "interleaved_1f1b", 2),
+    (ScheduleKind.INTERLEAVED, "interleaved_1f1b", 4),
+]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize(("kind", "name", "virtual"), FAMILIES)
+def test_every_rank_keeps_what_its_schedule_keeps(kind, name, virtual, pipeline, rounds):
+    forth = tuple(range(pipeline))
+    ranks = forth + forth[::-1] if kind is ScheduleKind.ZB_V else forth * virtual
+    schedule = build_schedule(name, stage_ranks=ranks, num_microbatches=rounds * pipeline)
+    split = SPLIT if name.startswith("zb") else {}
+    cost = StageCost(forward_s=1.0, backward_s=2.0, saved_bytes=1, **split)
+    kept = [num / virtual for num in simulate(schedule, [cost] * len(ranks)).peak_bytes]
+    options = Options(
+        pipeline=float(pipeline), virtual=float(virtual), microbatches=float(rounds * pipeline), schedule=kind
+    )
+    ours = [float(in_flight(options, rank)) for rank in range(pipeline)]
+    if kind is ScheduleKind.ZB_V and pipeline == 2 and rounds == 1:
+        assert ours == [2.0, 2.0]  # one rank needs less: the start of so short a schedule is unlike the rest
+    else:
+        assert ours == kept

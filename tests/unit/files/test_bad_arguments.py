@@ -42,8 +42,3 @@ def test_a_bad_argument_is_refused_at_once(line, message, folder, capsys, monkey
     assert len(err.splitlines()) <= 25
     assert "\x1b" not in err
     assert sorted(folder.rglob("*")) == before
-
-
-def test_there_are_enough_of_them():
-    assert len(BAD_ARGUMENTS) >= 150
-    assert len({line for line, _ in BAD_ARGUMENTS}) == len(BAD_ARGUMENTS)

@@ -166,11 +166,6 @@ def test_settings_of_shardwright_reach_the_ranks(script, tmp_path):
             },
             "parameters of the second model parallel library",
         ),
-        (smp(pipeline="fast"), "pipeline is 'fast'"),
-        (
-            smp(processes_per_host=3),
-            r"partitions is 2, but instance_count\(1\) \* processes_per_host\(3\) = 3",
-        ),
     ],
 )
 def test_a_distribution_that_cannot_be_used(script, distribution, message):
@@ -216,20 +211,16 @@ def test_gpus_that_are_not_here(script, monkeypatch):
         ),
         ({"source_dir": "code"}, "source_dir is code, but there is no such folder"),
         ({"source_dir": "s3://bucket/code.tar.gz"}, "source_dir is s3://.* must be a folder"),
-        ({"instance_count": 0}, "instance_count is 0, but it must be a whole number"),
         ({"hyperparameters": {"a": {1}}}, "hyperparameter a is .* which JSON cannot express"),
         ({"hyperparameters": {"a=b": 1}}, "a hyperparameter is called 'a=b', but it has '='"),
-        ({"hyperparameters": {"a\0": 1}}, r"a hyperparameter is called 'a\\x00', but it has a NUL"),
         ({"hyperparameters": {"a": "b\0"}}, r"hyperparameter a is 'b\\x00', but it has a NUL"),
         ({"hyperparameters": {"a": {"b": "\ud800"}}}, "hyperparameter a is .*, but it has half a character"),
         ({"environment": {"A=B": 1}}, "environment has a variable 'A=B', but it has '='"),
-        ({"environment": {"": 1}}, "environment has a variable '', but it is empty"),
         ({"environment": {"A": "\udcff"}}, r"A in environment is '\\udcff', but it has half a character"),
         (
             {"hyperparameters": {"a": "b" * 200_000}},
             "hyperparameter a is .{,200}, but it takes 200,000 bytes",
         ),
-        ({"environment": {"A": "b" * 131_070}}, "A in environment is .{,200}, but it takes 131,072 bytes"),
         (
             {"distribution": {"mpi": {"enabled": True, "custom_mpi_options": "-x =1"}}},
             "custom_mpi_options has a variable '', but it is empty",

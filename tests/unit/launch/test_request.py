@@ -1,12 +1,22 @@
-"""What is to be launched: which values go together, which variables the ranks get, the torchrun line."""
+"""What is to be launched: which values go together, which variables the ranks get, the torchrun line.
 
+Text that a process cannot get: the kernel is asked, too, whether that is so.
+"""
+
+import errno
 import json
-import shlex
+import re
+import subprocess
 
 import pytest
 
-from shardwright.errors import UsageError
-from shardwright.launch.ranks.request import LaunchRequest, torchrun_command, torchrun_line
+from shardwright.errors import ConfigError, UsageError
+from shardwright.launch.processes import (
+    check_process,
+    why_no_text,
+    why_no_variable,
+)
+from shardwright.launch.ranks.request import LaunchRequest, torchrun_command
 
 
 @pytest.fixture
@@ -89,16 +99,6 @@ def test_a_missing_file_is_named(script, tmp_path, what):
         request_for(script, **{what: tmp_path / "gone"})
 
 
-def test_the_torchrun_line_for_one_host(script):
-    request = request_for(script, num_ranks=2, max_restarts=1, arguments=("--name", "a b"))
-    folder = script.parent / "runs/one"
-    assert shlex.split(torchrun_line(request, {"OMP_NUM_THREADS": "1"})) == [
-        *("mkdir", "-p", f"{folder}/logs", "&&", "env", f"SHARDWRIGHT_RUN_DIR={folder}"),
-        *("torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1"),
-        *(f"--log-dir={folder}/logs", "--redirects=3", "--tee=3", str(script), "--name", "a b"),
-    ]
-
-
 def test_the_torchrun_line_for_several_hosts(script):
     hosts = {"num_nodes": 2, "endpoint": "first:29400"}
     assert torchrun_command(request_for(script, **hosts))[1:4] == [
@@ -124,3 +124,27 @@ def test_a_run_is_named_after_the_script_behind_a_module_of_ours(script, words, 
     target, *arguments = (word.format(script=script) for word in words)
     request = request_for(script, target=target, is_module=True, arguments=tuple(arguments))
     assert request.named_after == expected.format(script=script)
+
+
+def starts(words=(), variables=None):
+    try:
+        return subprocess.run(["/bin/true", *words], env=variables or {}).returncode == 0
+    except OSError as error:
+        return error.errno != errno.E2BIG
+
+
+@pytest.mark.parametrize("num_bytes", [131_070, 131_071, 131_072, 200_000])
+def test_texts_are_as_long_as_the_kernel_takes_them(num_bytes):
+    """Bug: any length passed, and the process failed with E2BIG."""
+    word, value = "é" * (num_bytes // 2) + "a" * (num_bytes % 2), "b" * (num_bytes - len("A="))
+    assert (why_no_text(word) is None) == starts([word]) == (num_bytes <= 131_071)
+    assert (why_no_variable("A", value) is None) == starts(variables={"A": value})
+
+
+def test_a_text_that_is_too_long_is_not_told_in_full():
+    with pytest.raises(ConfigError) as caught:
+        check_process([], {"SM_HPS": "b" * 200_000})
+    said = str(caught.value)
+    assert re.match(r"SM_HPS would be 'b+\.\.\.b+', but it takes 200,007 bytes", said)
+    assert "at most 131,071 in one word or variable. Put what is long in a file, in a channel" in said
+    assert len(said) < 500

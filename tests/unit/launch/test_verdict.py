@@ -279,14 +279,6 @@ def test_a_lost_peer_without_a_name_is_looked_for_where_ranks_are():
     assert "in the logs of the others" in failure_report(here)
 
 
-def test_a_rank_that_waited_for_one_that_hangs_on_this_host():
-    error = PEER.replace("Connection", "receiving from rank 1 failed: no answer. Connection")
-    hanging = ended(1, -15, 10.5, signal_number=15)
-    assert "It lost rank 1, of which the line below tells" in failure_report(
-        [ended(0, 1, error=error), hanging]
-    )
-
-
 def test_a_rank_that_waited_for_one_that_was_done():
     """It was sent to the reports of other hosts."""
     report = failure_report([ended(0, 1, 10.5, error=PEER), ended(1, 0, 10.0)])

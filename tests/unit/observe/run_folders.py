@@ -8,6 +8,15 @@ from shardwright.observe.recorded_steps import RankMemoryAfter, RecordedStep, St
 from shardwright.plan import Plan
 from shardwright.planner.replay import base_setting, play
 
+HOLDS = """
+import sys, pathlib
+from shardwright.observe import RunFolder
+RunFolder(pathlib.Path(sys.argv[1])).hold("metrics")
+print("holds", flush=True)
+sys.stdin.read()
+"""
+"""A process that writes a part of a run folder, and says so."""
+
 
 def run_folder(
     path: Path,

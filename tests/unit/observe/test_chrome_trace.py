@@ -1,8 +1,14 @@
-"""The trace file: what Perfetto and chrome://tracing ask for, and that nothing is missing."""
+"""The trace file: what Perfetto and chrome://tracing ask for, and that nothing is missing.
+
+Measured events and the idle share.
+
+The two steps that every run records: which ones, and how they come back from the file.
+"""
 
 import itertools
 import json
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +17,15 @@ from hypothesis import strategies as st
 
 from observe.plans import measured_as, simulation
 from shardwright.cluster import Link
-from shardwright.errors import ScheduleError
-from shardwright.observe import MeasuredEvent, chrome_trace
+from shardwright.errors import ScheduleError, UsageError
+from shardwright.observe import MeasuredEvent, RunFolder, bubble, chrome_trace
+from shardwright.observe.recorded_steps import (
+    ChosenSteps,
+    RankMemoryAfter,
+    RecordedStep,
+    StepsFile,
+    read_recorded_steps,
+)
 from shardwright.schedule import KINDS, Edge, build_schedule, place_stages, simulate, unit_costs
 
 PREDICTED, MEASURED = 1, 2
@@ -152,15 +165,6 @@ def test_counters_show_the_bytes_kept_for_backwards() -> None:
         assert {held for _, held in counter(events, 1, name)} == {40, 0}
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb_h1", "gpipe"])
-def test_the_highest_point_is_what_the_simulation_says(kind: str) -> None:
-    simulated = simulation(kind, (0, 1, 2), 5)
-    events = check_schema(chrome_trace(measured_as(simulated), saved_bytes=(1, 1, 1)))
-    for rank, peak in enumerate(simulated.peak_bytes):
-        heights = [held for _, held in counter(events, rank, "activations in flight, measured (bytes)")]
-        assert (max(heights), heights[-1]) == (peak, 0)
-
-
 def test_refuses_two_different_schedules() -> None:
     with pytest.raises(
         ScheduleError, match=r"8 actions were measured, but 12 .* Simulate the schedule that was run"
@@ -187,3 +191,101 @@ def test_copies_to_the_host_have_a_thread_beside_their_rank() -> None:
         assert {copy["cat"] for copy in copies} == {"offload", "load"}
         assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(copies))
     assert not [e for e in slices(events, MEASURED) if e["cat"] in ("offload", "load")]
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    num_ranks=st.integers(1, 4),
+    num_microbatches=st.integers(1, 6),
+    start_s=st.floats(-1e3, 1e6),
+)
+def test_measured_as_predicted_gives_the_predicted_bubble(
+    kind: str, num_ranks: int, num_microbatches: int, start_s: float
+) -> None:
+    stages_per_rank = 2 if kind in ("interleaved_1f1b", "zb_v") else 1
+    ranks = place_stages(kind, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+    simulated = simulation(kind, ranks, num_microbatches)
+    measured = measured_as(simulated, start_s=start_s)
+    assert bubble(measured, num_ranks=num_ranks) == pytest.approx(simulated.bubble, abs=1e-6)
+
+
+def recorded(step: int, *, start_s: float = 0.0, waited_s: float = 0.0) -> RecordedStep:
+    events = measured_as(simulation(), start_s=start_s, waited_s=waited_s)
+    return RecordedStep.of(step, 12.5, events, [RankMemoryAfter(300, 1000), RankMemoryAfter(200, 900)])
+
+
+class Run:
+    """Two ranks that choose steps; the clock of the second one stands still."""
+
+    def __init__(self, *, total: int | None = None) -> None:
+        self.now = 0.0
+        self.ranks = (ChosenSteps(total, clock=lambda: self.now), ChosenSteps(total, clock=lambda: 0.0))
+
+    def gathered(self, first: int, count: int, *, step_s: float) -> list[int]:
+        taken = []
+        for number in range(first, first + count):
+            wanted = {rank.wants(number) for rank in self.ranks}
+            assert len(wanted) == 1, "ranks would wait for one another"
+            if wanted.pop():
+                taken.append(number)
+            self.now += step_s
+            for rank in self.ranks:
+                rank.done(number)
+            asked = self.ranks[0].asks_after(number)
+            for rank in self.ranks:
+                rank.asked_after(number, asked)
+        return taken
+
+
+@given(first=st.integers(1, 50), count=st.integers(1, 400), total=st.none() | st.integers(1, 500))
+def test_the_last_one_taken_is_a_tenth_before_the_end_at_most(
+    first: int, count: int, total: int | None
+) -> None:
+    taken = Run(total=total).gathered(first, count, step_s=5.0)
+    assert taken[: min(3, count)] == list(range(first, first + min(3, count)))
+    last, done = first + count - 1, taken[-1] - first + 1
+    assert last - taken[-1] <= max(1, done // 10)
+    if last == total:
+        assert taken[-1] == last
+
+
+def test_an_early_step_and_the_last_stay_in_the_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert read_recorded_steps(folder) == ()
+    file = StepsFile(folder)
+    kept = []
+    for step in (11, 12, 13, 14, 20):
+        file.add(recorded(step))
+        kept.append([each.step for each in read_recorded_steps(folder)])
+    assert kept == [[11], [12], [13], [13, 14], [13, 20]]
+    early, last = read_recorded_steps(folder)
+    assert last == recorded(20)
+    assert early == recorded(13)
+    assert last.memory[0].other_bytes == 700
+    assert RankMemoryAfter().other_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version"),
+        ({"steps": 3}, "steps"),
+        ({"actions": [["0X0", 0, 1, 0, 0]]}, r"rank 0 has the action \['0X0'"),
+        ({"actions": [["0F", 0, 1, 0, 0]]}, r"must be a name such as 0F3"),
+        ({"actions": [["0F0", 2, 1, 0, 0]]}, r"rank 0 has the action \['0F0', 2"),
+        ({"actions": [["0F0", 0, 5, 1e9, 0]]}, r"rank 0 has the action \['0F0', 0"),
+        ({"actions": [["0F0", 0, 1]]}, r"actions"),
+        ({"seconds": "long"}, "seconds"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = RunFolder(tmp_path)
+    StepsFile(folder).add(recorded(3))
+    document = json.loads(folder.steps_file.read_text())
+    for name, value in change.items():
+        step = document["steps"][0]
+        place = step["ranks"][0] if name == "actions" else step if name == "seconds" else document
+        place[name] = value
+    folder.steps_file.write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=message):
+        read_recorded_steps(folder)

@@ -14,7 +14,7 @@ from planned import planned
 from observe.plans import two_stage_plan
 from observe.run_folders import run_folder
 from shardwright.config import Config
-from shardwright.errors import PlanError, UsageError
+from shardwright.errors import UsageError
 from shardwright.observe import Console, JsonLines, Observer, RunFolder, StepRecord, read_json_lines
 from shardwright.observe import observer as report_at_end
 from shardwright.observe.report import ReportData, gather, render_page, write_report
@@ -268,41 +268,6 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
     assert "<img" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;0" in text
     assert len(re.findall("<script", text)) == 4
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "error", "message"),
-    [
-        ("plan.json", "{", PlanError, "is no JSON: line 1"),
-        ("plan.json", '{"plan_version": 1}', PlanError, "model is missing"),
-        ("steps.json", "{", UsageError, r"steps.json is no JSON: line 1"),
-        ("metrics.jsonl", '{"step": "one"}', UsageError, r"record 1: step is 'one'"),
-        ("metrics.jsonl", '{"step": 1, "train/loss": []}', UsageError, r"train/loss is \[\], but it must"),
-        (
-            "metrics.jsonl",
-            '{"step": 1, "memory/peak_by_rank(GiB)": 3}',
-            UsageError,
-            r"memory/peak_by_rank\(GiB\) is 3, but it must be a list",
-        ),
-    ],
-)
-def test_damaged_files_are_named(
-    tmp_path: Path, file: str, text: str, error: type[Exception], message: str
-) -> None:
-    folder = run_folder(tmp_path / "run", planned())
-    (folder / file).write_text(text)
-    with pytest.raises(error, match=message):
-        gather(folder)
-
-
-def test_the_data_for_programs_is_json(tmp_path: Path) -> None:
-    plan = planned()
-    document = json.loads(json.dumps(gather(run_folder(tmp_path / "run", plan)).to_dict(), allow_nan=False))
-    assert plan.prediction is not None
-    assert sum(part["seconds"] for part in document["predicted"]["waterfall"]["parts"]) == pytest.approx(
-        plan.prediction.step_s, rel=1e-9
-    )
-    assert Plan.model_validate(document["plan"]) == plan
 
 
 def test_the_file_holds_the_library_and_fetches_nothing(tmp_path: Path) -> None:

@@ -129,15 +129,14 @@ def visible(browser: Any, selector: str) -> bool:
 )
 def test_pages_fit_and_answer_first(browser: Any, report: Path, phone: bool, dark: bool) -> None:
     """The report's tables made a phone scroll sideways, and nothing on it said why a run was slow."""
-    for page in (report,):
-        show(browser, page, dark=dark, phone=phone)
-        assert browser.execute_script("return innerWidth") == (390 if phone else 1280)
-        assert horizontal_scroll(browser) == 0
-        assert visible(browser, "#verdict")
-        assert browser.execute_script("return document.querySelectorAll('.modebar').length") == 0
-        right = browser.execute_script(
-            "return Math.max(...[...document.querySelectorAll('table, .plot .main-svg, .stage')]"
-            ".map(e => e.getBoundingClientRect().right))"
-        )
-        assert right <= (390 if phone else 1280)
-        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    show(browser, report, dark=dark, phone=phone)
+    assert browser.execute_script("return innerWidth") == (390 if phone else 1280)
+    assert horizontal_scroll(browser) == 0
+    assert visible(browser, "#verdict")
+    assert browser.execute_script("return document.querySelectorAll('.modebar').length") == 0
+    right = browser.execute_script(
+        "return Math.max(...[...document.querySelectorAll('table, .plot .main-svg, .stage')]"
+        ".map(e => e.getBoundingClientRect().right))"
+    )
+    assert right <= (390 if phone else 1280)
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

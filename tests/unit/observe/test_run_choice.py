@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from observe.run_folders import HOLDS
 from shardwright.errors import UsageError
 from shardwright.observe.metrics import MetricsLog, StepRecord, read_steps
 from shardwright.observe.run_record import (
@@ -98,15 +99,6 @@ def test_a_name_continues_whatever_has_it_and_is_not_taken_by_others(tmp_path: P
     again = begin(tmp_path, name="big")
     assert again.folder == first.folder
     assert again.saved is not None
-
-
-HOLDS = """
-import sys, pathlib
-from shardwright.observe import RunFolder
-RunFolder(pathlib.Path(sys.argv[1])).hold("metrics")
-print("holds", flush=True)
-sys.stdin.read()
-"""
 
 
 def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:

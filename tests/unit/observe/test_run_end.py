@@ -1,13 +1,24 @@
-"""The last lines of a run: what it came to beside its prediction, and why the two part."""
+"""The last lines of a run: what it came to beside its prediction, and why the two part.
 
+A plan in one line.
+
+What to do about the largest part of a step.
+
+The closing block of a run.
+"""
+
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from observe.plans import two_stage_plan
-from shardwright.observe import StepRecord
+from shardwright.errors import UsageError
+from shardwright.observe import MetricsLog, RunFolder, StepRecord, format_summary, summarize
+from shardwright.observe.plan_text import title_of
+from shardwright.observe.report.verdict import _remedy
 from shardwright.observe.summary import RunTotals, format_end
-from shardwright.plan import Plan
+from shardwright.plan import Alternative, Plan
 
 
 def totals(*seconds: float, **fields: Any) -> RunTotals:
@@ -76,3 +87,107 @@ def test_the_reason_where_they_part(seconds: float, work_s: float | None, reason
 def test_a_prediction_from_estimates_says_so() -> None:
     text = format_end(totals(9.0, 2.4), predicting(1.2, provenance="estimated"), replicas=1)
     assert "which rests on estimates: profile: measured times the units" in text
+
+
+def plan(**predicted: float | str) -> Plan:
+    """Two stages on each of two replicas."""
+    found = two_stage_plan()
+    assert found.prediction is not None
+    return found.model_copy(update={"prediction": found.prediction.model_copy(update=predicted)})
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "provenance", "said"),
+    [(1.8, "measured", True), (2.1, "measured", False), (0.0, "measured", False), (1.8, "estimated", False)],
+)
+def test_where_one_process_is_faster_the_plan_says_so(alone_s: float, provenance: str, said: bool) -> None:
+    """Two ranks took 49 ms a step where one took 6.6 ms, without a word."""
+    title = title_of(plan(step_s=4.0, provenance=provenance, alone_s=alone_s))
+    assert title.count("faster") == said, title
+    assert title.endswith("; one process alone is faster: 3.60 s for as many samples") is said, title
+
+
+def test_where_replicas_are_faster_the_plan_says_so() -> None:
+    """Four replicas have twice the samples of two."""
+    title = title_of(plan(step_s=4.0, provenance="measured", replicas_s=6.0))
+    assert title.endswith("; 4 replicas are faster: 3.00 s for as many samples"), title
+    assert "faster" not in title_of(plan(step_s=4.0, provenance="measured", replicas_s=8.5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "offered", "remedy"),
+    [
+        ("bubble", ("gpipe", 3), "zb_v", True),
+        ("bubble", ("zb_v", 3), "zb_v", False),
+        ("overhead", ("gpipe", 6), "fewer microbatches", True),
+        ("overhead", ("gpipe", 2), "fewer microbatches", False),
+    ],
+)
+def test_it_does_not_offer_what_a_runner_up_has(
+    kind: str, other: tuple[str, int], offered: str, remedy: bool
+) -> None:
+    """Reports offered zb_v, and fewer microbatches, above a table in which both were slower."""
+    schedule, microbatches = other
+    runner_up = Alternative(
+        schedule=schedule, microbatches=microbatches, stages=2, step_s=2.0, peak_bytes=1, verdict="slower"
+    )
+    plan = two_stage_plan().model_copy(update={"alternatives": (runner_up,)})
+    assert (offered in _remedy(kind, plan)) is remedy
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, name="demo", environ={})
+
+
+def write_steps(folder: RunFolder, *records: StepRecord) -> None:
+    log = MetricsLog(folder.metrics_file, world_size=2)
+    for record in records:
+        log.append(record)
+    log.close()
+
+
+def training(*, tokens: int | None = 4000) -> list[StepRecord]:
+    return [
+        StepRecord(
+            step=step,
+            seconds=seconds,
+            samples=8,
+            tokens=tokens,
+            loss=loss,
+            bubble_measured=0.3,
+            bubble_predicted=0.25,
+            step_predicted_s=0.45,
+        )
+        for step, seconds, loss in ((1, 30.0, 10.5), (2, 0.4, 6.0), (3, 0.5, 4.0), (4, 0.9, 3.25))
+    ]
+
+
+def test_from_folder_to_text(folder: RunFolder) -> None:
+    write_steps(folder, *training())
+    two_stage_plan().write(folder.plan_file)
+    assert format_summary(summarize(folder, single_throughput=5000.0)) == (
+        "4 steps done\n"
+        "  loss        3.2500 (10.5000 at the first step)\n"
+        "  throughput  8.0k tok/s\n"
+        "  speed-up    1.60x over one process (5.0k tok/s)\n"
+        "  step        500 ms, 11% slower than predicted (450 ms)\n"
+        "  bubble      30% measured, 25% predicted\n"
+        "  stage  rank  units  parameters  forward  backward  sends\n"
+        "  0      0     embed  2.0 KiB     100 ms   200 ms    0 B\n"
+        "  1      1     head   2.0 KiB     100 ms   200 ms    0 B\n"
+        f"  run folder {folder.path}"
+    )
+
+
+def test_steps_done_twice_count_once(folder: RunFolder) -> None:
+    write_steps(folder, *training(), *training()[2:])
+    assert summarize(folder).steps == 4
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_a_run_without_steps(folder: RunFolder, text: str | None) -> None:
+    if text is not None:
+        folder.metrics_file.write_text(text)
+    with pytest.raises(UsageError, match=r"metrics\.jsonl holds no step\. Run the training first"):
+        summarize(folder)

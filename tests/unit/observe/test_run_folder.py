@@ -1,4 +1,7 @@
-"""The run folder: who makes it, what it is called, what stays when a write fails."""
+"""The run folder: who makes it, what it is called, what stays when a write fails.
+
+Locks on folders: held for as long as asked for, and no longer.
+"""
 
 import subprocess
 import sys
@@ -7,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from observe.run_folders import HOLDS
 from shardwright.errors import ConfigError
 from shardwright.observe import RunFolder
+from shardwright.observe.run_folder import held, hold
 
 NOON = datetime(2026, 11, 20, 12, 30, 5)
 
@@ -30,18 +35,9 @@ def test_a_named_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     assert first.config_file.read_text() == "{}"
 
 
-HOLDS = """
-import sys, pathlib
-from shardwright.observe import RunFolder
-RunFolder(pathlib.Path(sys.argv[1])).hold(sys.argv[2])
-print("holds", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_two_runs_cannot_write_one_folder_at_the_same_time(tmp_path: Path) -> None:
     folder = create(tmp_path, "baseline")
-    command = [sys.executable, "-c", HOLDS, str(folder.path), "metrics"]
+    command = [sys.executable, "-c", HOLDS, str(folder.path)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with other:
         assert other.stdout is not None
@@ -90,3 +86,32 @@ def test_writes_whole_or_not_at_all(tmp_path: Path) -> None:
         folder.write("plan.json", "new \ud800")
     assert folder.plan_file.read_text() == "old"
     assert sorted(path.name for path in folder.path.iterdir()) == ["logs", "plan.json"]
+
+
+_SCRIPT = """
+import pathlib, sys
+from shardwright.observe.run_folder import hold
+print(hold(pathlib.Path(sys.argv[1])))
+"""
+
+
+def _seen_by_another(path: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", _SCRIPT, path], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_command_lets_go_when_it_is_done(tmp_path: Path) -> None:
+    """`hold` alone kept a folder until the process ended: a notebook could not resume an import."""
+    path = tmp_path / ".lock"
+    with held(path) as holder:
+        assert holder is None
+        assert _seen_by_another(path).startswith("process ")
+    assert _seen_by_another(path) == "None"
+
+
+def test_what_was_held_before_is_held_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    assert hold(path) is None
+    with held(path) as holder:
+        assert holder is None
+    assert _seen_by_another(path).startswith("process ")

@@ -57,18 +57,6 @@ def both(host: Link) -> KeepingPolicy:
 MIDDLE = [(1.0, 1000)] * 6
 
 
-def test_a_slow_tier_is_left_alone() -> None:
-    ways = choose(blocks(*MIDDLE), 4000, both(SLOW))
-    assert any(again for again, _ in ways)
-    assert not any(away for _, away in ways)
-
-
-def test_copies_that_hide_behind_computing_cost_less_than_recomputation() -> None:
-    ways = choose(blocks(*MIDDLE), 4000, both(FAST))
-    assert any(away for _, away in ways)
-    assert not any(again for again, _ in ways)
-
-
 def test_copies_that_take_a_core_hide_nothing() -> None:
     """A byte takes 20 us of a core, there and back, and a unit of 1000 bytes 10 ms to repeat."""
     cheap = blocks(*[(1e-2, 1000)] * 6)
@@ -123,9 +111,6 @@ def test_a_choice_fits_where_one_does(
     )
     chosen = choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=limit, policy=policy)
     assert peak(chosen, FLIGHTS) <= limit
-
-
-# ---- what leaves ----
 
 
 def test_a_rank_hands_over_what_leaves() -> None:

@@ -1,20 +1,31 @@
-"""No schedule is faster than the bound, and the search finds the same with it."""
+"""No schedule is faster than the bound, and the search finds the same with it.
 
+The order in which candidates are planned, and when no more are.
+
+Batch norms: how many samples a microbatch has that the planner chooses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 from graphs import chain_graph, profile_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from planned import planned
 
 from planner.machines import machines
-from planner.test_tables import PROFILE, graphs
+from planner.test_partition import PROFILE, graphs
 from shardwright.config import Config
 from shardwright.costs.calibration import ACTION_S
+from shardwright.errors import InfeasiblePlanError, PlanError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner import build_chain, make_plan
+from shardwright.planner import build_chain, make_plan, microbatch_counts
+from shardwright.planner.degrees import plan_survivors
 from shardwright.planner.draft import Draft, make_draft
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.workload import Demands, Workload
@@ -112,3 +123,95 @@ def test_the_search_finds_the_same_with_less_work(seed: int, monkeypatch: pytest
     exhaustive, many = found()
     assert bounded == exhaustive
     assert few < many
+
+
+def sieve(expected, actual, **options):
+    """Numbers of the candidates that were planned, in that order, and what came of it."""
+    asked = []
+
+    def make(number):
+        asked.append(number)
+        if isinstance(actual[number], PlanError):
+            raise actual[number]
+        return (planned(),)
+
+    survivors = plan_survivors(
+        range(len(expected)), expected, make, seconds=lambda number, plan: actual[number], **options
+    )
+    return asked, survivors
+
+
+def test_candidates_are_planned_in_the_order_of_their_closed_forms_until_none_can_be_better() -> None:
+    asked, survivors = sieve([2.0, 1.0, 1.4, 1.6], [2.0, 1.0, 1.4, 1.6])
+    assert asked == [1, 2]
+    assert survivors.num_left_out == 2
+    assert [each.seconds for each in survivors.planned] == [1.0, 1.4]
+
+
+def test_what_closed_forms_say_too_little_of_lets_more_through() -> None:
+    asked, _ = sieve([1.0, 1.6, 2.9, 3.1], [2.0, 2.1, 2.0, 2.0])
+    assert asked == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_will_not_fit_is_planned_where_nothing_else_can_be(fits: bool) -> None:
+    first = 1.0 if fits else InfeasiblePlanError("too large")
+    asked, survivors = sieve([1.0, inf], [first, 1.0])
+    assert asked == ([0] if fits else [0, 1])
+    assert survivors.num_left_out == int(fits)
+
+
+LAYERS = ("bn1", "bn2", "bn3", "bn4")
+
+
+def candidates(
+    batch: int, *, layers: tuple[str, ...] = LAYERS, **config: Any
+) -> Mapping[int, tuple[ModelGraph, Profile]]:
+    """Of a batch of so many samples on two ranks; microbatches cost by their samples."""
+    counts = microbatch_counts(batch, config=Config(**config), pipeline=2)
+    graph = replace(chain_graph(6), batch_statistics=layers)
+    costs = {"embed": (0.4, 0.8), "block": (0.8, 1.6), "head": (0.8, 1.6)}
+    return {
+        m: (
+            replace(graph, batch_size=batch // m),
+            profile_of(
+                {name: (forward / m, backward / m) for name, (forward, backward) in costs.items()},
+                saved_bytes=48_000 / m,
+            ),
+        )
+        for m in counts
+    }
+
+
+def plan(batch: int, layers: tuple[str, ...] = LAYERS, **config: Any) -> Plan:
+    return make_plan(
+        candidates(batch, layers=layers, **config),
+        cluster=machines(),
+        config=Config(**config),
+        mesh=Mesh.of(world_size=2, pipeline=2),
+    )
+
+
+def said(found: Plan) -> str:
+    return next((reason for reason in found.why if "Statistics over the batch" in reason), "")
+
+
+def test_other_models_are_cut_as_before():
+    found = plan(32, layers=())
+    assert found.schedule.microbatches > 2
+    assert not said(found)
+
+
+def test_a_microbatch_has_enough_samples():
+    """The planner chose 8 microbatches of 4 samples for a batch of 32, and nobody was told."""
+    found = plan(32)
+    assert found.schedule.microbatches == 2
+    assert said(found) == (
+        "Statistics over the batch (bn1, bn2, bn3 and 1 more) are those of a microbatch, 16 samples: for 16 "
+        "or more in each, the batch is not cut further."
+    )
+    assert plan(128).schedule.microbatches == 8
+
+
+def test_statistics_of_the_batch_take_one_microbatch():
+    assert said(plan(32, microbatches=1)).endswith("are those of all of it, one microbatch.")

@@ -5,23 +5,17 @@ import itertools
 
 import numpy as np
 import pytest
-from graphs import chain_graph, profile_of
+from graphs import GraphBuilder, chain_graph, profile_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.cluster import Link
 from shardwright.costs.chain import split
 from shardwright.errors import PlanError
+from shardwright.model_graph import ModelGraph
 from shardwright.planner.cuts import improve, manual_stages
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.objective import Floats, build_objective, build_tables
-
-
-def additive(costs: list[float]) -> Floats:
-    ends = np.concatenate(([0.0], np.cumsum(costs)))
-    table = ends[None, :] - ends[:, None]
-    table[np.tri(len(ends), dtype=bool)] = np.inf
-    return table
 
 
 def all_cuts(num_atoms: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -31,25 +25,6 @@ def all_cuts(num_atoms: int, num_stages: int) -> list[tuple[int, ...]]:
 
 def stage_costs(cuts: tuple[int, ...], tables: list[Floats]) -> list[float]:
     return [float(table[i, j]) for table, (i, j) in zip(tables, itertools.pairwise(cuts), strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_stages", "cuts"),
-    [
-        ([1, 2, 3, 4], 1, (0, 4)),
-        ([1, 2, 3, 4], 2, (0, 3, 4)),
-        ([5, 1, 1, 1, 1, 1], 2, (0, 1, 6)),
-        ([1] * 10, 4, (0, 2, 4, 7, 10)),
-        ([0, 0, 0], 3, (0, 1, 2, 3)),
-        ([0, 0, 0], 2, (0, 2, 3)),
-        ([7], 1, (0, 1)),
-    ],
-)
-def test_split_literals(costs: list[float], num_stages: int, cuts: tuple[int, ...]) -> None:
-    table = additive(costs)
-    found = split(len(costs), num_stages=num_stages, cost_of_stage=lambda stage: table)
-    assert found is not None
-    assert sorted(stage_costs(found, [table] * num_stages)) == sorted(stage_costs(cuts, [table] * num_stages))
 
 
 @given(st.data())
@@ -145,13 +120,35 @@ def test_improve_helps_ranks_with_several_stages(costs: list[float], num_ranks: 
     assert key(better)[2] >= (sum(costs) + 0.2) / num_ranks * 0.999
 
 
-def test_manual_stages_are_runs() -> None:
-    assert manual_stages([0, 0, 1, 1], num_ranks=2) == ((0, 2, 4), (0, 1))
-    assert manual_stages([0, 1, 0], num_ranks=2) == ((0, 1, 2, 3), (0, 1, 0))
-    assert manual_stages([1, 0], num_ranks=2) == ((0, 1, 2), (1, 0))
-    assert manual_stages([0], num_ranks=1) == ((0, 1), (0,))
-
-
 def test_manual_placement_on_a_rank_that_does_not_exist() -> None:
     with pytest.raises(PlanError, match=r"partition 2, but there are 2: partitions run from 0 to 1"):
         manual_stages([0, 2], num_ranks=2)
+
+
+CLASSES = {"x": (1.0, 2.0), "y": (0.25, 0.75), "z": (3.0, 4.0)}
+PROFILE = profile_of(CLASSES)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> ModelGraph:
+    """Units and operations that read any earlier values, with shared parameters."""
+    builder = GraphBuilder()
+    names = [builder.parameter(f"w{i}", 4 * (i + 1), requires_grad=i % 3 > 0) for i in range(4)]
+    values: list[int] = []
+    for index in range(draw(st.integers(1, 9))):
+        inputs = draw(st.lists(st.sampled_from(values), max_size=3, unique=True)) if values else []
+        arguments = {
+            "output_bytes": 4 * draw(st.integers(1, 20)),
+            "parameters": draw(st.lists(st.sampled_from(names), max_size=2, unique=True)),
+            "requires_grad": draw(st.booleans()),
+        }
+        if draw(st.booleans()) or not values:
+            name = draw(st.sampled_from([f"u{index}", "shared"]))
+            cost_class = draw(st.sampled_from(sorted(CLASSES)))
+            mutates = name == "shared" and draw(st.booleans())
+            values.append(
+                builder.unit(name, inputs, cost_class=cost_class, mutates_buffers=mutates, **arguments)
+            )
+        else:
+            values.append(builder.op(f"op{index}", inputs, saved_bytes=index, **arguments))
+    return builder.graph(loss=values[-1])

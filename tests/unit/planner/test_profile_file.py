@@ -1,13 +1,15 @@
-"""Measured costs, as a file."""
+"""Measured costs, as a file; profiles without measurement; fingerprints of graphs."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
+from graphs import GraphBuilder, chain_graph
 
 from shardwright.cluster import Cluster, Device, HostCosts, Link
 from shardwright.errors import ConfigError
 from shardwright.plan import CostRecord
+from shardwright.planner import estimate_profile
 from shardwright.planner.profiles import MeasuredProfile
 from shardwright.profile import Cost, UnitCost
 
@@ -75,3 +77,50 @@ def test_a_file_that_is_cut_off_or_missing(profile, tmp_path):
 def test_files_have_all_that_costs_have():
     """A field of a cost that a file lacks would be lost on the way."""
     assert {field.name for field in fields(Cost)} == set(CostRecord.model_fields)
+
+
+DEVICE = Device(name="paper", flops_per_s=1e9, memory_Bps=1e6, overhead_s=1e-3)
+
+
+def test_roofline_adds_up() -> None:
+    builder = GraphBuilder()
+    weight = builder.parameter("w", 600)
+    a = builder.unit("a", output_bytes=200, cost_class="a", requires_grad=False)
+    b = builder.unit("b", [a], output_bytes=200, parameters=[weight], cost_class="b", flops=7 * 10**8)
+    profile = estimate_profile(builder.graph(loss=b), device=DEVICE)
+    cost = profile.costs["b"]
+    # 1 ms overhead + 0.7 GFLOP at 70 % of 1 GFLOP/s + 1000 bytes at 1 MB/s.
+    assert cost.forward_s == pytest.approx(0.001 + 1.0 + 0.001)
+    assert cost.backward_s == pytest.approx(2 * (0.001 + 1.0) + 1.6 * 0.001)
+    assert cost.weight_s == pytest.approx(1.0)
+    assert (cost.input_bytes, cost.flops) == (200, 7 * 10**8)
+    assert cost.provenance == "estimated"
+    assert profile.device == "paper"
+
+
+def test_a_backward_that_leaves_nothing_for_later_is_in_one_piece() -> None:
+    """Under autocast a zero-bubble schedule was chosen for a split that does not happen."""
+    builder = GraphBuilder()
+    weight = builder.parameter("w", 600)
+    graph = builder.graph(loss=builder.unit("a", parameters=[weight], cost_class="a", flops=7 * 10**8))
+    whole = replace(graph, nodes=tuple(replace(node, weight_bytes=0) for node in graph.nodes))
+    split, in_one = (estimate_profile(each, device=DEVICE).costs["a"] for each in (graph, whole))
+    assert split.weight_s > 0
+    assert in_one.weight_s == 0.0
+    assert in_one.backward_s == split.backward_s
+
+
+def test_no_backward_without_gradients() -> None:
+    builder = GraphBuilder()
+    a = builder.unit("a", requires_grad=False)
+    assert estimate_profile(builder.graph(loss=a), device=DEVICE).costs["block"].backward_s == 0.0
+
+
+def test_fingerprints_tell_graphs_apart() -> None:
+    prints = {chain_graph(2).fingerprint, chain_graph(3).fingerprint, chain_graph(2, tied=True).fingerprint}
+    assert len(prints) == 3
+    assert chain_graph(2).fingerprint == chain_graph(2).fingerprint
+    # The batch is part of the graph, not of the model.
+    wide = chain_graph(2, output_bytes=80)
+    assert wide.fingerprint != chain_graph(2).fingerprint
+    assert wide.model_fingerprint == chain_graph(2).model_fingerprint

@@ -1,9 +1,25 @@
-"""The budget for timing goes to each kind of unit once, and then to what leaves most in doubt."""
+"""The budget for timing goes to each kind of unit once, and then to what leaves most in doubt.
 
+Freed memory stays with the process; memory that a process uses now.
+
+Children that multiprocessing spawns, and that import the script.
+"""
+
+import multiprocessing
+import platform
+import subprocess
+import sys
+import textwrap
 from collections import Counter
 
 import pytest
+import torch
 
+import shardwright.torch as sw
+from shardwright.errors import UsageError
+from shardwright.run import memory
+from shardwright.run.memory import keep_freed_memory
+from shardwright.run.memory import memory_in_use as in_use
 from shardwright.run.timing import Share, Timing, Turns
 
 
@@ -74,3 +90,68 @@ def test_what_cannot_be_run_is_tried_once():
     while (key := turns.next(0.0)) is not None:
         turns.add(key, None if key.startswith("norm") else timing())
     assert turns.failed == {"norm of 8"}
+
+
+STEP = """
+    import resource
+    import torch
+    from shardwright.run.memory import keep_freed_memory
+
+    def faults():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    def step():
+        return [torch.ones({block} // 4) for _ in range({blocks})]
+
+    assert keep_freed_memory()
+    def new_pages():
+        before = faults()
+        step()
+        return faults() - before
+
+    # Small blocks that lie between large ones find their places in the course of some steps.
+    pages = sorted(new_pages() for _ in range(25))
+    print(pages[12], {block} * {blocks} // resource.getpagesize())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a matter of glibc")
+@pytest.mark.parametrize(("block", "blocks"), [(2**20, 32), (48 * 2**20, 2)], ids=["small", "large"])
+def test_a_step_finds_the_memory_of_earlier_ones(block, blocks):
+    if not keep_freed_memory():
+        pytest.skip("another C library")
+    if block > 32 * 2**20 and tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 35):
+        pytest.skip("this glibc always gives back blocks over 32 MiB")
+    command = [sys.executable, "-c", textwrap.dedent(STEP.format(block=block, blocks=blocks))]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    faults, pages = map(int, output.split())
+    assert faults < pages / 10
+
+
+MIB = 2**20
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's mallinfo2")
+
+
+@needs_glibc
+def test_a_tensor_counts_as_long_as_it_lives():
+    cpu = torch.device("cpu")
+    before = in_use(cpu)
+    tensor = torch.zeros(64 * MIB, dtype=torch.uint8)
+    there = in_use(cpu)
+    del tensor
+    assert there - before == pytest.approx(64 * MIB, rel=0.05)
+    assert in_use(cpu) - before < 4 * MIB
+
+
+def test_where_it_cannot_be_told_it_is_not_known(monkeypatch):
+    monkeypatch.setattr(memory, "_mallinfo2", lambda: None)
+    assert in_use(torch.device("cpu")) == 0
+
+
+def test_a_worker_that_imports_the_script_again_is_no_rank(monkeypatch):
+    """It has the variables of its rank: "a stranger has written them, or a rank with another secret"."""
+    # As `multiprocessing.spawn` marks a child until it has imported the script.
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match="imports this script again, and is no rank of the run"):
+        sw.init({"run_dir": "off"})
+    assert not sw.is_initialized()

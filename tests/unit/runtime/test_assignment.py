@@ -1,12 +1,17 @@
-"""Which stage runs what, and what the programs of a batch have in common: pure data, no framework."""
+"""Which stage runs what, and what the programs of a batch have in common: pure data, no framework.
+
+Which stage computes which node of a graph.
+"""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from graphs import GraphBuilder
+from torch import nn
 
-from shardwright.errors import TraceMismatchError
-from shardwright.model_graph import TensorSpec
+from shardwright.errors import TraceError, TraceMismatchError
+from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.plan import SchedulePlan
 from shardwright.runtime.batch_schedules import (
     BatchSchedules,
@@ -14,8 +19,11 @@ from shardwright.runtime.batch_schedules import (
     homes_of_buffers,
     merged_edges,
 )
-from shardwright.runtime.homes import Crossing, assign, gradients_of
+from shardwright.runtime.homes import Crossing, assign, gradients_of, home_stages
 from shardwright.schedule import Kind
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.tracing.trace import trace_step
 
 PLAN = SimpleNamespace(
     stages=[SimpleNamespace(units=("a",)), SimpleNamespace(units=("b", "c"))], stage_ranks=(0, 1)
@@ -96,3 +104,34 @@ def test_stages_that_offload_have_copies_in_the_schedule():
     assert Kind.OFFLOAD not in {action.kind for action in found.actions[1]}
     assert not schedules.of_batch([plain, plain], trains=True).has_host_copies
     assert not schedules.of_batch([offloads, offloads], trains=False).has_host_copies
+
+
+WIDTH = 4
+
+
+def graph_of_norm_called_twice(*, train: bool) -> ModelGraph:
+    model = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH)}).train(train)
+    unit_map = UnitMap.of(model, list(model))
+    for module in unit_map.modules.values():
+        intercept_calls(module)
+
+    def step(x):
+        before = model["norm"](x)
+        return model["norm"](model["first"](before))
+
+    return trace_step(unit_map, step, ((torch.ones(2, WIDTH),), {})).graph
+
+
+@pytest.mark.parametrize(
+    ("train", "stages", "is_refused"),
+    [(True, (0, 1, 2), True), (True, (0, 0, 0), False), (False, (0, 1, 2), False)],
+)
+def test_a_unit_that_changes_its_buffers_is_called_on_one_stage(train, stages, is_refused):
+    """Other microbatches came in between: an evaluation inside of a step had other running statistics."""
+    graph = graph_of_norm_called_twice(train=train)
+    placed = dict(zip(graph.calls, stages, strict=True))
+    if is_refused:
+        with pytest.raises(TraceError, match=r"test_assignment\.py:\d+: norm changes its buffers"):
+            home_stages(graph, placed, (0, 1, 0))
+    else:
+        assert home_stages(graph, placed, (0, 1, 0)) == list(stages)

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from shardwright.schedule import KINDS, Action, Edge, Kind, Schedule, place_stages
+from shardwright.schedule import Action, Edge, Kind, Schedule
 
 NEIGHBOURS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 
@@ -24,17 +24,6 @@ ODD_PLACEMENTS = (
     (0, 1, 2, 3, 0, 1),
 )
 """Placements that no paper draws."""
-
-
-def classic_cases(
-    max_ranks: int, max_microbatches: int, max_stages_per_rank: int
-) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Every family at home: kind, placement, microbatches."""
-    for kind, p, v in itertools.product(KINDS, range(1, max_ranks + 1), range(1, max_stages_per_rank + 1)):
-        if kind == "zb_v" and v != 2:
-            continue
-        for m in range(1, max_microbatches + 1):
-            yield kind, place_stages(kind, num_ranks=p, stages_per_rank=v), m
 
 
 def all_placements(num_stages: int, max_ranks: int) -> Iterator[tuple[int, ...]]:

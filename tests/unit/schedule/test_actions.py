@@ -1,11 +1,18 @@
-"""Actions, schedules, placements: the plain objects."""
+"""Actions, schedules, placements: the plain objects; the examples in the docstrings.
+
+What the package offers, and what it must not need.
+"""
+
+import doctest
+import importlib
+import pkgutil
 
 import pytest
 
+import shardwright.schedule
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
     KINDS,
-    Action,
     Edge,
     Kind,
     Schedule,
@@ -15,22 +22,7 @@ from shardwright.schedule import (
     place_stages,
 )
 
-from .cases import schedule_of, text_of
-
-
-def test_an_action_is_written_as_in_torch():
-    assert str(Action(Kind.FORWARD, 2, 3)) == "2F3"
-    assert str(Action(Kind.BACKWARD_INPUT, 0, 1)) == "0I1"
-    assert str(Action(Kind.SEND_F, 1, 0, peer=2)) == "1SEND_F0"
-
-
-def test_a_schedule_knows_what_it_holds():
-    whole = build_schedule("1f1b", stage_ranks=(0, 1, 2), num_microbatches=2)
-    assert (whole.num_ranks, whole.num_stages) == (3, 3)
-    assert (whole.has_backward, whole.splits_backward, whole.has_transfers) == (True, False, False)
-    assert lower(whole).has_transfers
-    assert build_schedule("zb_h1", stage_ranks=(0, 1), num_microbatches=4).splits_backward
-    assert not build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2, forward_only=True).has_backward
+from .cases import schedule_of
 
 
 @pytest.mark.parametrize(
@@ -45,12 +37,6 @@ def test_a_schedule_knows_what_it_holds():
 def test_a_schedule_that_cannot_be_is_refused(stage_ranks, num_microbatches, rows, words):
     with pytest.raises(ScheduleError, match=words):
         Schedule("test", stage_ranks, num_microbatches, rows)
-
-
-def test_str_is_one_line_a_rank():
-    schedule = schedule_of("0F0 0B0", "1F0 1B0")
-    assert str(schedule) == "rank 0 | 0F0 0B0\nrank 1 | 1F0 1B0"
-    assert text_of(schedule) == ["0F0 0B0", "1F0 1B0"]
 
 
 def test_draw_shows_idle_time_long_actions_and_stages_where_they_matter():
@@ -103,3 +89,12 @@ def test_kinds_are_those_of_the_plan_file():
     from shardwright.plan import SchedulePlan
 
     assert set(SchedulePlan.model_fields["kind"].annotation.__args__) == set(KINDS)
+
+
+MODULES = [module.name for module in pkgutil.iter_modules(shardwright.schedule.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    module = importlib.import_module(f"shardwright.schedule.{name}")
+    assert doctest.testmod(module).failed == 0

@@ -46,33 +46,6 @@ def test_a_message_takes_bytes_over_bandwidth_and_latency():
     ]
 
 
-def test_messages_of_one_channel_wait_for_the_bytes_before_them_and_overlap_compute():
-    schedule = build_schedule("gpipe", stage_ranks=(0, 1), num_microbatches=3, forward_only=True)
-    edges = [Edge(0, 1, num_bytes=20)]
-    simulation = simulate(schedule, unit_costs(2), edges=edges, link=constant_link(0.5, 10.0))
-    # Rank 0 computes on while its messages of 2 s each queue up; the latency is not waited for.
-    assert times(simulation) == {
-        "0F0": (0, 1),
-        "0F1": (1, 2),
-        "0F2": (2, 3),
-        "1F0": (3.5, 4.5),
-        "1F1": (5.5, 6.5),
-        "1F2": (7.5, 8.5),
-    }
-    assert [(event.start_s, event.end_s) for event in simulation.transfers] == [(1, 3.5), (3, 5.5), (5, 7.5)]
-
-
-def test_both_directions_are_channels_of_their_own():
-    """On a V, rank 0 sends forward while rank 1 sends forward too."""
-    schedule = schedule_of("0F0 0F1 3F0 3F1", "1F0 2F0 1F1 2F1")
-    edges = chain_edges(4, num_bytes=10)
-    simulation = simulate(schedule, unit_costs(4), edges=edges, link=constant_link(0.0, 10.0))
-    found = times(simulation)
-    assert found["1F0"] == (2, 3)
-    assert found["3F0"] == (5, 6)
-    assert found["1F1"] == (4, 5)  # its message left at 2, while the other way was still free
-
-
 def test_overhead_is_added_to_every_compute_action():
     simulation = simulate(schedule_of("0F0 0I0 0W0"), unit_costs(1), action_overhead_s=0.25)
     assert simulation.step_s == 3.75
@@ -91,27 +64,6 @@ def test_peaks():
     assert simulation.peak_microbatches == (2, 1)
     # Rank 0 keeps two microbatches. Rank 1: one waits for its W with 30 bytes, one is between F and I.
     assert simulation.peak_bytes == (20, 130)
-
-
-def test_two_ranks_on_one_core_take_twice_as_long():
-    schedule = schedule_of("0F0", "1F0")
-    free = [Edge(0, 1)]
-    assert simulate(schedule, unit_costs(2), edges=free, cores=1).step_s == 2
-    both = schedule_of("0F0 0F1", "1F0 1F1")
-    # 0F0 alone, then 0F1 and 1F0 share the core for 2 s, then 1F1 alone.
-    found = times(simulate(both, unit_costs(2), cores=1))
-    assert found == {"0F0": (0, 1), "0F1": (1, 3), "1F0": (1, 3), "1F1": (3, 4)}
-
-
-def test_enough_cores_change_nothing():
-    schedule = build_schedule("zb_v", stage_ranks=(0, 1, 1, 0), num_microbatches=5)
-    options = {"edges": chain_edges(4, num_bytes=3), "link": constant_link(0.1, 7.0)}
-    alone = simulate(schedule, unit_costs(4), **options)
-    shared = simulate(schedule, unit_costs(4), cores=2, **options)
-    assert shared.step_s == pytest.approx(alone.step_s)
-    for one, other in zip(alone.events, shared.events, strict=True):
-        assert one.action == other.action
-        assert (other.start_s, other.end_s) == pytest.approx((one.start_s, one.end_s))
 
 
 CROWDED = [(0, 1, 2), (2, 1, 0), (0, 1, 2, 1, 0), (0, 1, 2, 3, 0, 1)]

@@ -16,7 +16,6 @@ from shardwright.schedule import (
     build_schedule,
     chain_edges,
     lower,
-    place_stages,
     validate,
 )
 
@@ -159,9 +158,3 @@ def test_two_sends_of_a_channel_in_the_wrong_order_are_noticed(case, skips, seed
     row[i], row[j] = row[j], row[i]
     with pytest.raises(ScheduleError):
         validate(with_row(schedule, rank, row), edges)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_validate_lowers_what_has_no_transfers(kind):
-    stage_ranks = place_stages(kind, num_ranks=3)
-    validate(build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=4), all_edges(len(stage_ranks)))

@@ -1,8 +1,20 @@
-"""States as JSON: everything comes back, or is refused by the place where it is."""
+"""States as JSON: everything comes back, or is refused by the place where it is.
 
+The state of a checkpoint that somebody has changed, checksums included: one error, no traceback.
+
+Signals that ask a run to save and end.
+
+A folder of its own for each checkpoint, as loops of other libraries have it.
+"""
+
+import copy
 import json
+import os
 import random
+import re
+import signal
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +23,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import SequentialLR
 
+import shardwright.torch as sw
 from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.mesh import Mesh
 from shardwright.torch.checkpoints.encoded import decode, encode
+from shardwright.torch.checkpoints.saves import SaveSignals
+from shardwright.torch.checkpoints.snapshot import (
+    RankDocument,
+    StateDocument,
+    generator_states,
+    set_generators,
+)
 
 _KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.just("$tuple")
 _VALUES = st.recursive(
@@ -146,3 +167,92 @@ def test_every_scheduler_of_pytorch(name: str) -> None:
     other.load_state_dict(_there_and_back(scheduler.state_dict()))  # type: ignore[attr-defined]
     other_optimizer.load_state_dict(optimizer.state_dict())
     assert rates(other_optimizer, other) == rates(optimizer, scheduler)
+
+
+GOOD = {
+    "step": 2,
+    "layout": {"world_size": 2, "pipeline": 2, "data": 1, "shard": 1, "placement": "DPT"},
+    "optimizers": [{"groups": [{"lr": 0.1}], "members": [["weight"]], "others": {}}],
+    "states_of_ranks": {"sampler": {"0": 1, "1": 2}},
+    "random": {"0": {}, "1": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("random",), {}, "random must have one entry for each of the 2 ranks"),
+        (("random",), {"0": {}, "2": {}}, "random must have one entry for each of the 2 ranks"),
+        (("states_of_ranks", "sampler"), {"0": 1}, "sampler must have one entry for each of the 2 ranks"),
+        (("layout", "world_size"), 2**62, "must have one entry for each of the 4611686018427387904 ranks"),
+        (("layout",), None, "must have one entry for each of the 0 ranks"),
+        (("optimizers", 0, "groups", 0), True, "optimizers.0.groups.0 is True, but it must be an object"),
+        (("optimizers", 0, "groups", 0), "x", "optimizers.0.groups.0 is 'x', but it must be an object"),
+    ],
+)
+def test_what_ranks_would_look_for_in_vain(path, value, said):
+    """Resuming ended in a bare KeyError or TypeError."""
+    assert StateDocument.from_content(GOOD, name="state.json").step == 2
+    found = copy.deepcopy(GOOD)
+    inside = found
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    with pytest.raises(CorruptCheckpointError, match=re.escape(said)):
+        StateDocument.from_content(found, name="state.json")
+
+
+def test_calls_are_kept_only_where_they_are_not_the_steps():
+    """Older versions refuse fields that they do not know: no checkpoint of a plain loop has any."""
+    document = RankDocument(optimizers=[], loss_scale=None, extra_states={}, states={}, random={}, buffers={})
+    mesh = Mesh.of(world_size=1)
+    plain, accumulated = (
+        StateDocument.joined(2, mesh, [document], alike={}, calls=calls) for calls in (2, 4)
+    )
+    assert (plain.calls, accumulated.calls) == (None, 4)
+    assert "calls" not in plain.to_content()
+
+
+@pytest.mark.parametrize("change", [{"python": ()}, {"python": (3, (-1,) * 625, None)}, {"numpy": []}, None])
+def test_generators_that_are_none(change):
+    before = generator_states(torch.device("cpu"))
+    wrong = [] if change is None else {**before, **change}
+    try:
+        with pytest.raises(CorruptCheckpointError, match="the checkpoint's random generators cannot be used"):
+            set_generators(wrong, torch.device("cpu"))
+    finally:
+        set_generators(before, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_one_rank_answers_ctrl_c(capfd, says):
+    """A terminal sends it to all ranks: there was a line of each."""
+    signals = SaveSignals(["SIGINT"], says=says)
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.came == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signals.close()
+    assert capfd.readouterr().err == says * "saving at the end of this step; Ctrl-C again ends at once\n"
+
+
+FILES = Path("/proc/self/fd")
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason="counts open files in /proc")
+def test_closed_checkpoints_keep_no_file_open(tmp_path: Path) -> None:
+    """Each kept its lock until the process ended, so a long training ran out of open files."""
+    sw.init({"run_dir": "off"})
+    try:
+        sw.DistributedModel(torch.nn.Linear(2, 1))
+        counts = []
+        for number in range(4):
+            checkpoints = sw.Checkpoints(tmp_path / str(number), asynchronous=False, signals=())
+            checkpoints.save(number + 1)
+            checkpoints.close()
+            counts.append(len(os.listdir(FILES)))
+        assert len(set(counts[1:])) == 1
+    finally:
+        sw.shutdown()

@@ -10,7 +10,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
 import shardwright.torch as sw
-from choices import in_sweep
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.measure import measure_class
 from shardwright.torch.units.model_traces import trace_parts
@@ -129,7 +128,7 @@ def pruned(linear):
     return prune.l1_unstructured(linear, "weight", amount=0.5)
 
 
-@pytest.mark.parametrize("wrap", [normed, in_sweep(nn.utils.spectral_norm), pruned])
+@pytest.mark.parametrize("wrap", [normed, pruned])
 def test_hooks_of_pytorch_run(wrap):
     """They compute the weight: without them there would be none, or one that gets no gradient."""
     unit = whole(Unit())

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from shardwright.errors import TraceMismatchError
@@ -40,18 +39,6 @@ def turn(attributes, microbatch, module, value=None):
     return found
 
 
-def test_each_microbatch_finds_what_it_wrote_or_else_what_the_one_before_did(module):
-    attributes = OwnAttributes([program(module)] * 3)
-    assert turn(attributes, 0, module, "zero") == "initial"
-    assert turn(attributes, 1, module) == "zero"
-    assert turn(attributes, 2, module, "two") == "zero"
-    assert turn(attributes, 0, module) == "zero"
-    assert turn(attributes, 1, module, "one") == "zero"
-    assert turn(attributes, 2, module) == "two"
-    attributes.finish()
-    assert module.held == "two"
-
-
 def test_what_is_written_after_a_later_microbatch_has_read_it_is_refused(module):
     reader = program(module, reads_first=True, read_in=0)
     attributes = OwnAttributes([reader] * 2)
@@ -77,21 +64,6 @@ def test_one_that_does_not_put_it_back_is_refused(module):
     turn(attributes, 1, module)
     with pytest.raises(TraceMismatchError, match=r"microbatch 0 leaves another value .* held of the model"):
         attributes.finish()
-
-
-def test_a_backward_that_runs_code_again_finds_what_the_forward_wrote(module):
-    attributes = OwnAttributes([program(module, carries=True, recomputes=True)] * 3)
-    tensors = [torch.zeros(1) for _ in range(3)]
-    for microbatch, tensor in enumerate(tensors[:2]):
-        turn(attributes, microbatch, module, tensor)
-        attributes.backward_reached(microbatch)
-    with attributes.again_for(0):
-        assert module.held is tensors[0]
-        module.held = "again"
-    attributes.backward_done(0)
-    assert not any(0 in written for written in attributes._written)
-    with attributes.again_for(1):
-        assert module.held is tensors[1]
 
 
 @pytest.mark.parametrize(("before", "turn"), [(2.0, 0), (3.0, 0), (3.5, 1), (7.0, 1), (7.25, 2)])

@@ -1,4 +1,9 @@
-"""Calls of a step function are looked up in a program: those that are free may differ from the trace."""
+"""Calls of a step function are looked up in a program: those that are free may differ from the trace.
+
+What a step function returns behind the end of its program.
+
+Values that one rank puts up for others in a microbatch, and what these are told where there is none.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
+from shardwright.torch.execution.microbatches.program_end import ProgramEnd
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import FreeOperations
@@ -39,27 +45,7 @@ def deferred(*shape: int) -> Tensor:
     return DeferredTensor(torch.empty(shape, device="meta"), 0)
 
 
-def places(calls, at: ProgramCursor) -> list[Any]:
-    found = [at.operation(func, args, {}) for func, args in calls]
-    return [None if instruction is None else instruction.place for instruction in found]
-
-
 TABLE = ((torch.arange, FREE), (torch.mul, FREE), (torch.mul, ELSEWHERE), (torch.add, ELSEWHERE))
-
-
-def test_free_calls_may_be_missing():
-    x = deferred(3)
-    at = cursor(*TABLE)
-    assert places([(torch.mul, (x, 2)), (torch.add, (x, torch.ones(3)))], at) == [ELSEWHERE, ELSEWHERE]
-    at.end()
-
-
-def test_free_calls_may_be_more():
-    x, table = deferred(3), torch.ones(3)
-    at = cursor(*TABLE[2:])
-    calls = [(torch.arange, (3,)), (torch.mul, (table, 2)), (torch.mul, (x, 2)), (torch.add, (x, table))]
-    assert places(calls, at) == [None, None, ELSEWHERE, ELSEWHERE]
-    at.end()
 
 
 def test_calls_that_have_a_place_may_not():
@@ -125,20 +111,14 @@ def test_one_bound_tensor_anywhere_binds_the_call(args, kwargs):
     assert (found is not None) == bound
 
 
-def test_what_a_step_of_this_rank_gave_is_not_free():
-    at = cursor()
-    made, given_back = torch.ones(2), torch.ones(2)
-    at.note_made({"made": made, "mask": given_back}, [given_back], {0: 7})
-    assert at.value_of(made) == 7
-    assert not at.is_free(made)
-    assert at.is_free(given_back)
-    assert at.is_free(torch.ones(2))
-    at.clear()
-    assert at.is_free(made)
+LOSS = torch.ones(())
 
 
-def test_parameters_of_the_model_are_not_free():
-    own, foreign = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    at = cursor(parameters=[own])
-    assert not at.is_free(own)
-    assert at.is_free(foreign)
+@pytest.mark.parametrize(("loss", "at"), [(LOSS, 1), (None, None)])
+def test_a_none_that_is_returned_is_no_loss(loss, at):
+    """It counted as one where no backward was called, so that the losses of the batch were [None]."""
+    none_known: Any = SimpleNamespace(value_of=lambda item: None, returned=lambda item: item)
+    nothing: Any = None
+    end = ProgramEnd(nothing, nothing, nothing, none_known, nothing)
+    returned = end.returned({"aside": None, "loss": LOSS}, loss, trains=loss is not None)
+    assert returned.loss_at == at

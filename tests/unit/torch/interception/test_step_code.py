@@ -1,13 +1,16 @@
-"""Which step functions have calls that may read tensors, by their code."""
+"""Which step functions have calls that may read tensors, by their code; what is no loss to train by."""
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from shardwright.errors import UsageError
+from shardwright.torch.interception.backward_calls import refuse_no_tensor
 from shardwright.torch.interception.step_code import ReadingStep, asks_for_types
 
 
@@ -109,3 +112,24 @@ def test_who_asks_for_a_type_is_found() -> None:
     assert not asks_for_types(converts)
     assert asks_for_types(asks)
     assert asks_for_types(ReadingStep(lambda loss: asks(loss, 1)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (0.25, r"gets the float 0\.25, but.*Write model\.backward\(loss\)\. Numbers, as of loss\.item\(\)"),
+        (None, r"gets an object of the type NoneType, but.*Write model\.backward\(loss\)\.$"),
+        (
+            SimpleNamespace(loss=torch.ones(())),
+            r"type SimpleNamespace.*Write model\.backward\(output\.loss\)",
+        ),
+    ],
+)
+def test_what_is_no_tensor_is_named_with_the_line_to_write(given, message):
+    """A number ended in ``'float' object has no attribute 'numel'``."""
+    with pytest.raises(UsageError, match=message):
+        refuse_no_tensor(given)
+
+
+def test_a_tensor_passes():
+    refuse_no_tensor(torch.ones(()))

@@ -1,4 +1,9 @@
-"""Units are timed in one piece and in two parts."""
+"""Units are timed in one piece and in two parts.
+
+A plan from a profile says what the profile does not know.
+
+How long the optimizer's update takes: foreseen, measured, written down.
+"""
 
 import time
 
@@ -7,13 +12,23 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.config import Config
+from shardwright.errors import StalePlanError
+from shardwright.observe import read_json_lines
+from shardwright.planner.profiles import MeasuredProfile
+from shardwright.run.context import context
 from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.measuring.device_rates import update_costs
 from shardwright.torch.measuring.measure import _timing, measure_class
 from shardwright.torch.model import distributed_model, steps
+from shardwright.torch.optimizer.distributed_optimizer import UpdateClock
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Sample
+from shardwright.torch.units.dry_run import trace_model
+from shardwright.torch.units.offline_planner import plan_model
 
 CPU = torch.device("cpu")
 
@@ -100,3 +115,98 @@ def test_memory_is_kept_from_the_wrapping_and_given_back_once(monkeypatch):
     finally:
         sw.shutdown()
     assert calls == ["keep", "give back"]
+
+
+CLUSTER = Cluster(
+    device=Device(name="cpu"),
+    ranks_per_node=2,
+    cores_per_node=2,
+    intra_node=Link(latency_s=1e-5, bandwidth_Bps=4 * 2**30),
+    inter_node=Link(latency_s=1e-4, bandwidth_Bps=2**30),
+)
+
+
+@pytest.mark.parametrize("world", [2, 6])
+def test_more_ranks_than_were_measured_are_told(world):
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(6, 8)
+    graph = trace_model(model, batch)
+    profile = MeasuredProfile(
+        fingerprint=graph.model_fingerprint, costs={}, cluster=CLUSTER, num_ranks=2, when="now"
+    )
+    config = Config.parse({"pipeline_parallel_degree": world})
+
+    def plan(measured):
+        return plan_model(model, batch, config=config, world_size=world, cluster=CLUSTER, measured=measured)
+
+    told = [why for why in plan(profile).why if "The profile was measured" in why]
+    expected = (
+        "The profile was measured with 2 ranks: 6 are taken to be on 3 such hosts, with 1.0 GiB/s "
+        "between them. Measure on as many to know."
+    )
+    assert told == ([expected] if world > 2 else [])
+    with pytest.raises(StalePlanError):
+        plan(profile.model_copy(update={"fingerprint": "another"}))
+
+
+def test_a_clock_adds_up_until_it_is_asked():
+    clock = UpdateClock()
+    assert clock.taken() is None
+    for _ in range(2):
+        clock.run(lambda: time.sleep(0.01), torch.device("cpu"))
+    taken = clock.taken()
+    assert taken is not None
+    assert 0.02 <= taken < 30
+    assert clock.taken() is None
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer that cannot be tried."""
+
+    def step(self, closure=None):
+        raise RuntimeError("a closure is needed")
+
+
+def test_the_rate_is_that_of_the_own_optimizer_and_0_where_it_cannot_be_tried(tmp_path):
+    sw.init({"run_dir": "off"})
+    try:
+        drawn = torch.random.get_rng_state()
+        adam, each_s = update_costs(context())
+        assert torch.equal(torch.random.get_rng_state(), drawn)
+        sw.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
+        sgd, sgd_each_s = update_costs(context())
+        assert each_s > sgd_each_s > 0
+        assert 0 < adam < sgd  # which has neither averages nor a root
+        for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop):
+            context().optimizers.clear()
+            sw.DistributedOptimizer(kind([nn.Parameter(torch.zeros(2))], lr=0.1))
+            assert min(update_costs(context())) > 0
+        context().optimizers.clear()
+        sw.DistributedOptimizer(Odd([nn.Parameter(torch.zeros(2))], lr=0.1))
+        assert update_costs(context()) == (0.0, 0.0)
+    finally:
+        sw.shutdown()
+
+
+@pytest.mark.parametrize("width", [512, 8])  # by bytes alone, the small one would take next to nothing
+def test_a_run_writes_down_its_updates_and_its_plan_foresees_them(tmp_path, width):
+    sw.init({"run_dir": str(tmp_path), "run_name": "run", "plan_one_stage": True, "report": False})
+    try:
+        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(width, width) for _ in range(8))))
+        optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+        @sw.step
+        def train(model, x):
+            model.backward(model(x).square().mean())
+
+        for _ in range(4):
+            train(model, torch.randn(4, width))
+            optimizer.step()
+            optimizer.zero_grad()
+        prediction = context().plan.prediction
+    finally:
+        sw.shutdown()
+    (folder,) = tmp_path.iterdir()
+    found = [record.get("time/update(s)") for record in read_json_lines(folder / "metrics.jsonl")]
+    assert found[0] is None
+    assert all(seconds > 0 for seconds in found[1:])
+    assert 0.1 < prediction.update_s / min(found[1:]) < 10

@@ -1,23 +1,36 @@
-"""What a rank's part of a unit takes is measured beside the whole unit."""
+"""What a rank's part of a unit takes is measured beside the whole unit.
+
+What the library takes beside computing, by steps of toys.
+
+What a trace has counted once is read by later runs.
+"""
 
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwright.cluster import Cluster, Device, HostCosts, Link
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPrices
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring import measure
+from shardwright.torch.measuring.host_costs import Toy, fitted, with_host_costs
+from shardwright.torch.measuring.last_plan import memory_cache
 from shardwright.torch.measuring.measure import TimesParts
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import Phase, Unit, WorkShares
+from shardwright.torch.tracing import recording
 from shardwright.torch.tracing.trace_data import Sample
 from shardwright.torch.units.divided_costs import UnitPart, divided_units
+from shardwright.torch.units.dry_run import step_of
+from shardwright.torch.units.model_traces import trace_parts
 
 WHOLE_BETWEEN = BetweenUnits.of_batch({}, None, num_ranks=2)
 CUTS = {"0.weight": Cut.even(0, 16, num_ranks=2), "2.weight": Cut.even(1, 16, num_ranks=2)}
@@ -151,3 +164,90 @@ def test_seconds_follow_from_what_was_timed_and_work_from_the_operations(timed):
     taken_s = found.forward.seconds(8.0, prices, 1.0, operation_s=0.0)
     assert taken_s == pytest.approx(4.0 if timed is None else 6.0)
     assert found.forward.share == 0.5
+
+
+COSTS = HostCosts(step_s=2e-3, action_s=3e-4, unit_s=2e-5, operation_s=1e-5)
+
+
+def step_s(toy: Toy, costs: HostCosts = COSTS) -> float:
+    script_s = costs.script_s(units=toy.units, operations=toy.operations)
+    return costs.step_s + toy.microbatches * (2 * costs.action_s + script_s)
+
+
+def test_costs_are_told_apart():
+    toys = [Toy(2, 0, 2), Toy(2, 0, 6), Toy(18, 0, 4), Toy(2, 32, 4)]
+    found = fitted({toy: step_s(toy) for toy in toys})
+    assert found.step_s == pytest.approx(COSTS.step_s)
+    assert found.action_s == pytest.approx(COSTS.action_s)
+    assert found.unit_s == pytest.approx(COSTS.unit_s)
+    assert found.operation_s == pytest.approx(COSTS.operation_s)
+
+
+@pytest.mark.parametrize(
+    ("profile", "device", "share"), [("estimated", "cpu", 1), ("measured", "cuda", 1), ("measured", "cpu", 2)]
+)
+def test_costs_stay_what_is_usual_where_they_are_not_measured(profile, device, share):
+    """Tests of placements rest on fixed prices."""
+    link = Link(latency_s=1e-5, bandwidth_Bps=1e9)
+    cluster = Cluster(device=Device(name="x"), ranks_per_node=2, intra_node=link, inter_node=link)
+    run = SimpleNamespace(
+        config=SimpleNamespace(profile=profile),
+        device=SimpleNamespace(type=device),
+        mesh=SimpleNamespace(share=share),
+    )
+    assert with_host_costs(run, cluster) is cluster
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    return memory_cache(SimpleNamespace(device=CPU))
+
+
+def nodes_of(memory):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    parts = {1: Batch(((torch.ones(2, 8),), {}))}
+    trace = trace_parts(model, step_of(model, None), parts, device=CPU, num_stages=4, memory=memory)[1]
+    return [
+        (n.name, n.cost_class, n.work_bytes, n.weight_bytes, n.split_work_bytes) for n in trace.graph.nodes
+    ]
+
+
+def test_the_second_run_counts_nothing_and_knows_the_same(cache, monkeypatch):
+    """Half of a trace was spent on counting, in each run anew."""
+    memory = cache.read()
+    first = nodes_of(memory)
+    cache.write(memory)
+    monkeypatch.setattr(recording, "working_memory", lambda *args, **kwargs: pytest.fail("it was counted"))
+    assert nodes_of(cache.read()) == first
+    assert any(work_bytes for _, _, work_bytes, _, _ in first)
+
+
+class Counted(nn.Module):
+    """Counts how often it runs."""
+
+    runs = 0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        Counted.runs += 1
+        return self.inner(x)
+
+
+def test_units_run_no_more_often_than_counting_takes():
+    """Once to choose units, once for each size; a class that is not known twice more, also in two parts."""
+    model = nn.Sequential(*(Counted() for _ in range(3)))
+    sizes = {m: Batch(((torch.ones(4 // m, 8),), {})) for m in (1, 2)}
+    memory, runs = {}, []
+    for _ in range(2):
+        Counted.runs = 0
+        trace_parts(model, step_of(model, None), sizes, device=CPU, num_stages=3, memory=memory)
+        runs.append(Counted.runs)
+    classes = 2 * len(sizes)  # what takes the batch keeps less than what takes the results of others
+    assert runs == [3 * (1 + len(sizes)) + 2 * classes, 3 * (1 + len(sizes))]

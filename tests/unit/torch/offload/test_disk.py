@@ -1,16 +1,23 @@
-"""The file on a disk that holds what units keep."""
+"""The file on a disk that holds what units keep.
+
+The rate at which ranks offload: measured where the planner may choose, or the settings ask for it.
+"""
 
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mounts import SmallDisk, in_own_mounts
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.config import Config
 from shardwright.errors import UsageError
+from shardwright.torch.offload import offloading
 from shardwright.torch.offload.disk import DiskTier, disk_folder, is_in_memory
 
 
@@ -23,17 +30,6 @@ def tier(tmp_path):
     made = DiskTier(tmp_path / "below")
     yield made
     made.close()
-
-
-def test_bytes_come_back(tier):
-    written = [content(n, 5_000 * (n + 1)) for n in range(4)]
-    places = [tier.write(memory)[0] for memory in written]
-    back = [torch.empty_like(memory) for memory in written]
-    for copy in [tier.read(place, memory) for place, memory in zip(places, back, strict=True)]:
-        copy.wait()
-        begin_s, end_s = copy.seconds()
-        assert begin_s <= end_s
-    assert all(map(torch.equal, written, back))
 
 
 def test_places_are_used_again(tier):
@@ -64,29 +60,6 @@ def test_a_read_that_fails_is_told_to_who_waits(tier):
     os.ftruncate(tier._file.fileno(), 100)
     with pytest.raises(UsageError, match=r"cannot be copied: .*ends too early.* Set TMPDIR"):
         tier.read(place, torch.empty(10_000, dtype=torch.uint8)).wait()
-
-
-def fill_a_small_disk(folder):
-    disk = SmallDisk(folder, 64 * 4096)
-    tier = DiskTier(folder)
-    places = [tier.write(content(n, 50_000))[0] for n in range(4)]
-    tier.write(content(4, 40_000))
-    with pytest.raises(UsageError, match=r"which has no room for 300.0 KiB \(No space left .* are free\)"):
-        tier.write(content(5, 50_000))
-    for place in places:
-        tier.free(place)
-    memory = torch.empty(50_000, dtype=torch.uint8)
-    place, _ = tier.write(content(9, 50_000))
-    tier.read(place, memory).wait()
-    assert torch.equal(memory, content(9, 50_000))
-    tier.close()
-    assert disk.free_bytes > 50 * 4096
-
-
-def test_a_disk_without_room_is_one_clear_error(tmp_path, capabilities):
-    if not capabilities["mounts"]:
-        pytest.skip("this process cannot mount file systems")
-    in_own_mounts(lambda: fill_a_small_disk(tmp_path))
 
 
 def test_a_process_that_is_killed_leaves_nothing(tmp_path):
@@ -130,3 +103,48 @@ def test_a_file_system_in_memory_is_known(tmp_path, capabilities):
         pytest.skip("this process cannot mount file systems")
     (tmp_path / "small").mkdir()
     in_own_mounts(lambda: small_disks_are_in_memory(tmp_path / "small"))
+
+
+CLUSTER = Cluster(
+    device=Device(name="test"),
+    ranks_per_node=1,
+    intra_node=Link(latency_s=1e-5, bandwidth_Bps=1e9),
+    inter_node=Link(latency_s=1e-5, bandwidth_Bps=1e9),
+)
+
+
+def a_run(**settings):
+    """What `with_tier` knows of a run of one rank."""
+    config = Config.parse({"run_dir": "off", **settings})
+    return SimpleNamespace(
+        config=config,
+        device=torch.device("cpu"),
+        mesh=SimpleNamespace(world_size=1),
+        from_all_ranks=lambda fact: [fact],
+        rank=0,
+    )
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_a_file_is_measured(tmp_path, monkeypatch, wanted):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    host = offloading.with_tier(a_run(offload_activations=wanted), CLUSTER).host
+    assert 1e6 < host.bandwidth_Bps < 1e12
+    assert 0 < host.occupancy <= 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_without_room(monkeypatch, caplog):
+    def full(tier, memory):
+        raise UsageError("the disk is full")
+
+    monkeypatch.setattr(DiskTier, "write", full)
+    with pytest.raises(UsageError, match="the disk is full"):
+        offloading.with_tier(a_run(offload_activations=True), CLUSTER)
+    assert offloading.with_tier(a_run(offload_activations="auto"), CLUSTER) is CLUSTER
+    assert "nothing is offloaded: rank 0: the disk is full" in caplog.text
+
+
+def test_the_slowest_rank_counts():
+    link = offloading._slowest([(2e9, 0.5), (1e9, 0.2)])
+    assert (link.bandwidth_Bps, link.occupancy) == (1e9, 0.5)

@@ -1,4 +1,7 @@
-"""Models built without memory get the values of models built in the ordinary way."""
+"""Models built without memory get the values of models built in the ordinary way.
+
+A model is moved to the device of its rank; tests on a GPU move it for real.
+"""
 
 import copy
 
@@ -8,6 +11,8 @@ from torch import nn
 
 from shardwright.torch import delay_param_initialization
 from shardwright.torch.parameters.delayed_initialization import is_recorded, recorded_values
+from shardwright.torch.parameters.parameter_kinds import move_to
+from shardwright.torch.parameters.residency import make_remote
 
 
 class Initialised(nn.Module):
@@ -127,3 +132,25 @@ def test_models_of_transformers(name):
     for key, expected in plain.state_dict().items():
         value = found[key]
         assert torch.equal(recorded_values(value) if value.is_meta else value, expected), key
+
+
+def test_tensors_of_other_ranks_and_without_memory_stay(monkeypatch):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, device="meta"))
+    remote = model[0].bias
+    make_remote(remote, "0.bias", [1], device=torch.device("cpu", 0))
+    asked = []
+    original = torch.Tensor.to
+
+    def to(tensor, device, *args, **kwargs):
+        asked.append(tuple(tensor.shape))
+        return original(tensor, "cpu", *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    weight = model[0].weight
+    weight.grad = torch.ones(2, 2)
+    move_to(model, torch.device("cuda", 0))
+    # The weight with its gradient, then weight, bias, mean, variance and count of the norm.
+    assert asked == [(2, 2), (2, 2), (2,), (2,), (2,), (2,), ()]
+    assert model[0].weight is weight
+    assert torch.equal(weight.grad, torch.ones(2, 2))
+    assert model[0].bias is remote

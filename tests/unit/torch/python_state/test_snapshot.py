@@ -1,53 +1,22 @@
-"""What holders held is compared with what they hold, and put back; a walk; a watched dictionary."""
+"""What holders held is compared with what they hold, and put back; a walk; a watched dictionary.
 
-from collections import OrderedDict, deque
+Which attributes that a script sets make it trace again.
+"""
+
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardwright.torch.python_state.snapshot import ALL, Snapshot, WatchedDict, snapshot_of, walk
-
-
-class Slotted:
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 1
+from shardwright.torch.python_state.attribute_watch import AttributeWatch
+from shardwright.torch.python_state.snapshot import ALL, Snapshot, WatchedDict, snapshot_of
+from shardwright.torch.pytorch.modules import all_modules
 
 
 class Plain:
     def __init__(self) -> None:
         self.value: Any = 1
-
-
-CHANGES = {
-    "an attribute": (Plain, lambda item: setattr(item, "value", 2)),
-    "a new attribute": (Plain, lambda item: setattr(item, "other", 2)),
-    "a slot": (Slotted, lambda item: setattr(item, "value", 2)),
-    "an empty slot": (Slotted, lambda item: delattr(item, "value")),
-    "a list": (lambda: [1, 2], lambda item: item.pop()),
-    "a dictionary": (lambda: OrderedDict(a=1, b=2), lambda item: item.move_to_end("a")),
-    "a set": (lambda: {1}, lambda item: item.add(2)),
-    "a deque": (lambda: deque([1], maxlen=1), lambda item: item.append(2)),
-    "a module": (nn.Identity, lambda item: setattr(item, "value", 2)),
-}
-
-
-@pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
-def test_what_has_changed_is_seen_and_put_back(make, change):
-    holder = make()
-    snapshot = Snapshot()
-    before = snapshot.add(holder)
-    assert snapshot.changed == []
-    change(holder)
-    if not isinstance(holder, OrderedDict):  # whose order alone is another
-        assert {id(each) for each, _ in snapshot.changed} == {id(holder)}
-    snapshot.put_back()
-    assert snapshot.changed == []
-    again = Snapshot().add(holder)
-    assert list(again.items()) == list(before.items())
 
 
 def test_an_attribute_changes_with_what_is_in_it():
@@ -75,14 +44,6 @@ def test_a_container_that_ends_as_it_began_has_changed_in_between():
     assert snapshot.changed == [(plain, "value")]
 
 
-def test_a_walk_comes_by_once_and_no_further_than_it_may():
-    plain = Plain()
-    plain.value = {"own": plain, "deep": [[[1]]]}
-    found = [item for item, _ in walk([(plain, 3)])]
-    assert found == [plain, plain.value, plain.value["deep"]]
-    assert [entries for _, entries in walk([([0] * 10_001, 3)])] == [None]  # that is data
-
-
 READS = {
     "an entry": (lambda d: d["a"], ["a"]),
     "whether it is there": (lambda d: "c" in d, ["c"]),
@@ -104,3 +65,59 @@ def test_a_watched_dictionary_tells_what_is_read(read, expected):
     read(watched)
     assert [key for _, key in told][:1] == expected
     assert all(is_original for is_original, _ in told)
+
+
+def watched(model: nn.Module) -> AttributeWatch:
+    """After the first step."""
+    watch = AttributeWatch()
+    watch.step_begins(all_modules(model))
+    watch.step_ends()
+    return watch
+
+
+def test_only_what_the_script_sets_counts():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    watch = watched(model)
+    assert watch.step_begins(all_modules(model)) == ()
+    model[0].calls = 1  # in the step
+    watch.step_ends()
+    assert watch.step_begins(all_modules(model)) == ()
+    model[1].p = 0.2
+    with_change = watch.step_begins(all_modules(model))
+    assert with_change != ()
+    watch.step_ends()
+    assert watch.step_begins(all_modules(model)) == with_change  # the same program serves again
+    model[1].p = 0.3
+    assert watch.step_begins(all_modules(model)) not in ((), with_change)
+
+
+def test_an_attribute_without_effect_is_forgotten():
+    model = nn.Linear(2, 2)
+    model.step_number = 0
+    watch = watched(model)
+    watch.traced("batch", "program")
+    traces = 0
+    known = {()}
+    for step in range(20):
+        model.step_number = step
+        key = watch.step_begins(all_modules(model))
+        if key not in known:
+            known.add(key)
+            watch.traced("batch", "program")
+            traces += 1
+        watch.step_ends()
+    assert traces <= 4
+
+
+def test_an_attribute_with_effect_is_kept():
+    model = nn.Linear(2, 2)
+    model.length = 0
+    watch = watched(model)
+    watch.traced("batch", "program of 0")
+    keys = set()
+    for length in range(1, 10):
+        model.length = length
+        keys.add(watch.step_begins(all_modules(model)))
+        watch.traced("batch", f"program of {length}")
+        watch.step_ends()
+    assert len(keys) == 9

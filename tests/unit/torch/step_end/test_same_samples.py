@@ -1,10 +1,20 @@
-"""Replicas that train on the same samples are told so, once."""
+"""Replicas that train on the same samples are told so, once.
+
+The digest of what optimizers update with changes whenever a number does.
+
+The loss scale falls with overflows and grows without.
+"""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from shardwright.errors import UsageError
 from shardwright.mesh import Mesh
+from shardwright.torch.loss_scale import LossScaler
+from shardwright.torch.step_end.group_numbers import GroupNumbers
 from shardwright.torch.step_end.training_alike import SameSamples
 
 # The second rank of a pipeline may load anything.
@@ -42,3 +52,64 @@ def test_other_samples(told, steps):
 
 def test_one_replica(told):
     assert not told([2.5, 2.5], [2.5, 2.5], mesh=Mesh.of(world_size=2, pipeline=2))
+
+
+def test_every_change_of_a_number_is_another_digest():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))], lr=0.1)
+    context = SimpleNamespace(optimizers=[SimpleNamespace(optimizer=optimizer)], device=torch.device("cpu"))
+    numbers, group = GroupNumbers(context), optimizer.param_groups[0]  # type: ignore[arg-type]
+    moving, listed = torch.tensor(0.9), [0.5, 0.6]
+    changes = [
+        lambda: None,
+        lambda: group.update(lr=0.2),
+        lambda: group.update(betas=(moving, 0.99)),
+        lambda: moving.fill_(0.8),  # in a tuple that stays the same
+        lambda: group.update(further=listed),
+        lambda: listed.append(0.7),
+        lambda: group.update(weight_decay=0.1),
+        lambda: numbers.note(optimizer),
+    ]
+    found = []
+    for change in changes:
+        change()
+        assert numbers.digests() == numbers.digests()
+        found.append(numbers.digests()[:2])
+    assert len(set(found)) == len(changes)
+
+
+def scales(overflows, **settings):
+    scaler = LossScaler(**settings)
+    found = []
+    for overflow in overflows:
+        scaler.gradients_came(overflow=overflow)
+        assert scaler.begin_update() is not overflow
+        assert scaler.begin_update() is not overflow  # a second optimizer changes nothing
+        found.append(scaler.scale)
+    return found
+
+
+def test_it_falls_at_once_and_grows_after_a_window():
+    overflows = [True, False, False, True, False, False]
+    assert scales(overflows, scale=8.0, scale_window=2) == [4, 4, 8, 4, 4, 8]
+
+
+def test_several_overflows_until_it_falls():
+    assert scales([True, True, True], scale=8.0, delayed_shift=2) == [8, 4, 2]
+    forgets = {"scale": 8.0, "delayed_shift": 2, "consecutive_hysteresis": True}
+    assert scales([True, False, True, True], **forgets) == [8, 8, 8, 4]
+    assert scales([True, False, True], scale=8.0, delayed_shift=2) == [8, 8, 4]
+
+
+def test_an_overflow_counts_until_the_update_that_its_gradients_are_added_up_for():
+    scaler = LossScaler(scale=8.0)
+    scaler.gradients_came(overflow=True)
+    scaler.gradients_came(overflow=False)
+    assert not scaler.begin_update()
+    scaler.gradients_came(overflow=False)
+    assert scaler.begin_update()
+
+
+@pytest.mark.parametrize("settings", [{"scale": 0.0}, {"scale_factor": 1.0}, {"min_scale": -1.0}])
+def test_scales_that_cannot_work(settings):
+    with pytest.raises(UsageError, match="cannot work"):
+        LossScaler(**settings)

@@ -375,16 +375,11 @@ _shaped(
 )
 
 
-# ---- products ----
-
-
 @case
 def dot(d):
     k = d.size()
     return aten.dot.default, d.tensor(k), d.tensor(k)
 
-
-# ---- elementwise ----
 
 for _name in "add sub mul div maximum fmod atan2 eq lt remainder".split():
     _overload = getattr(aten, _name)
@@ -412,8 +407,6 @@ for _name in "threshold_backward gelu_backward silu_backward tanh_backward sigmo
 
     _simple(_name, _backward)
 
-
-# ---- reductions ----
 
 for _name in "sum mean amax amin var logsumexp prod any all".split():
 
@@ -452,8 +445,6 @@ def norm(d):
     dims = d.random.choice([None, [0], [1], [0, 1]])
     return aten.linalg_vector_norm.default, d.tensor(*shape), order, dims, d.flag()
 
-
-# ---- softmax, losses, look-ups ----
 
 for _name in ("_softmax", "_log_softmax"):
 
@@ -537,9 +528,6 @@ def embedding_dense_backward(d):
     )
 
 
-# ---- views ----
-
-
 @case
 def view(d):
     shape = d.sizes(3)
@@ -605,9 +593,6 @@ def slice_scatter(d):
     return aten.slice_scatter.default, d.tensor(*shape), d.tensor(1, shape[1]), 0, 1, 2
 
 
-# ---- attention ----
-
-
 def _heads(d):
     groups = d.random.choice([1, 1, 2, 3])
     keys = d.random.choice([1, 2, 4])
@@ -634,9 +619,6 @@ def attention_backward(d):
     output, lse = kernel.default(query, key, value, 0.0, causal)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     return backward, d.dense(b, h, q, e), query, key, value, output, lse, 0.0, causal
-
-
-# ---- norms ----
 
 
 @case
@@ -698,9 +680,6 @@ def batch_norm_backward(d):
     return backward, gradient, data, weight, mean, variance, save_mean, rstd, True, 1e-5, [True, True, True]
 
 
-# ---- convolutions and pooling ----
-
-
 def _convolution(d):
     groups = d.random.choice([1, 1, 2, 4])
     c_in, c_out = groups * d.size(1, 2), groups * d.size(1, 2)
@@ -731,9 +710,6 @@ def avg_pool_backward(d):
     n, c = d.sizes(2)
     backward = aten.avg_pool2d_backward.default
     return backward, d.dense(n, c, 2, 2), d.dense(n, c, 4, 4), [2, 2], [], [0, 0], False, True, None
-
-
-# ---- indexing ----
 
 
 @case
@@ -801,9 +777,6 @@ def index_put(d):
     return aten.index_put.default, data, indices, own, accumulate
 
 
-# ---- lists ----
-
-
 @case
 def foreach_add_in_place(d):
     shapes = [d.sizes(2) for _ in range(3)]
@@ -834,9 +807,6 @@ def fused_adamw(d):
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "eps": 1e-8}
     numbers |= {"amsgrad": False, "maximize": False}
     return aten._fused_adamw_.default, *lists, variances, [], steps, numbers
-
-
-# ---- what has no rule ----
 
 
 @case

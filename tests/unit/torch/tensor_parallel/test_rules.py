@@ -1,4 +1,9 @@
-"""Each operation, with each placement of its tensors, gives what the whole operation gives."""
+"""Each operation, with each placement of its tensors, gives what the whole operation gives.
+
+Methods that run in place of operators: each must call just that operator, with the same arguments.
+
+Complex tensors that ranks share: below autograd, kernels do not heed the bit of a conjugate.
+"""
 
 import pytest
 import torch
@@ -6,12 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_calls import CASES, Draw, parts_of
 from ranks_in_threads import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
+from shardwright.torch.tensor_parallel.decision import METHODS, direct_call
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole, wrap
 from shardwright.torch.tensor_parallel.placing import placed
+from shardwright.torch.tensor_parallel.search import Unit, find_placements
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 
@@ -156,3 +164,149 @@ def test_a_split_into_one_piece_again():
 
     for found in on_ranks(2, on_rank):
         torch.testing.assert_close(found, [x * 2] * 2)
+
+
+ATEN = torch.ops.aten
+
+
+class Seen(TorchDispatchMode):
+    """What reaches the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def example(argument, is_first):
+    """A value for an argument of an operator's schema."""
+    kind = str(argument.type)
+    if kind == "Tensor":
+        return torch.ones(2, 2) if is_first else torch.full((2, 2), 0.5)
+    if kind == "int":
+        return {"dim0": 0, "dim1": 1}.get(argument.name, 1)
+    if kind == "number":
+        return 0.5
+    assert kind in ("List[int]", "Optional[List[int]]"), f"no example for {argument.name}: {kind}"
+    return {"size": [2, 2], "dims": [1, 0], "dim": [0]}[argument.name]
+
+
+def arguments(func):
+    """Examples for all positional arguments that have no default, and the first that has one."""
+    needed, found = list(func._schema.arguments), []
+    for argument in needed:
+        if argument.kwarg_only or (argument.has_default_value() and found and argument.name != "keepdim"):
+            break
+        value = True if argument.name == "keepdim" else example(argument, not found)
+        found.append(value)
+    if func is ATEN.masked_fill.Scalar:
+        found[1] = found[1] > 1
+    if func is ATEN.bmm.default:
+        found = [each.view(1, 2, 2) for each in found]
+    return found
+
+
+@pytest.mark.parametrize("func", METHODS, ids=str)
+def test_a_method_calls_its_operator_alone_with_the_same_arguments(func):
+    given = arguments(func)
+    wanted = func(*[each.clone() if isinstance(each, torch.Tensor) else each for each in given])
+    with Seen() as seen:
+        result = METHODS[func](*given)
+    ((called, args, kwargs),) = seen.calls
+    # The one exception is what a view is called where nobody asks whether it is one.
+    assert called is (ATEN.view.default if func is ATEN._unsafe_view.default else func)
+    assert not kwargs
+    assert len(args) == len(given)
+    for mine, theirs in zip(given, args, strict=True):
+        assert mine is theirs if isinstance(mine, torch.Tensor) else mine == theirs
+    torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+    assert result.stride() == wanted.stride()
+
+
+def test_methods_are_compiled_ones():
+    """One in Python might do anything before it calls an operator."""
+    assert all(type(method).__name__ == "method_descriptor" for method in METHODS.values())
+
+
+def test_other_operators_are_called_without_the_method_around_them():
+    silu = ATEN.silu.default
+    x = torch.randn(3)
+    assert direct_call(silu) is not silu
+    torch.testing.assert_close(direct_call(silu)(x), silu(x), rtol=0, atol=0)
+
+
+CUT = Cut.even(0, 4, num_ranks=2)
+CALLS = {
+    "product": lambda x, y: x * y.conj(),
+    "quotient": lambda x, y: x.conj() / y,
+    "sum": lambda x, y: (x * y).conj().sum(0) * y[0],
+    "of a pending sum": lambda x, y: (x.t() @ y).conj() * y[:3],
+    "a view of it": lambda x, y: x.conj().unsqueeze(-1) * y.unsqueeze(-1),
+    "its parts": lambda x, y: x.conj().imag * 2 + y.real,
+    "an imaginary part as it is": lambda x, y: torch._neg_view(x.imag) * y.real,
+}
+
+
+def numbers():
+    torch.manual_seed(0)
+    return torch.randn(2, 4, 3, dtype=torch.complex128).unbind()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_conjugates(name):
+    x, y = numbers()
+    wanted = CALLS[name](x, y)
+    for found in on_ranks(2, lambda group: whole(CALLS[name](placed(x, CUT, group), placed(y, CUT, group)))):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("call", [torch.mul, torch.div])
+def test_gradients(call):
+    """Products with conjugates: those of a state-space model over two ranks were silently wrong."""
+
+    def gradients(x, y):
+        leaves = [each.detach().requires_grad_() for each in (x, y)]
+        call(*leaves).abs().square().sum().backward()
+        return [whole(each.grad) for each in leaves]
+
+    x, y = numbers()
+    wanted = gradients(x, y)
+    for found in on_ranks(2, lambda group: gradients(placed(x, CUT, group), placed(y, CUT, group))):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_conjugate_follows_what_it_is_a_view_of():
+    x, _ = numbers()
+
+    def on_rank(group):
+        own = placed(x.clone(), CUT, group)
+        view = own.conj()
+        own.mul_(2)
+        before = whole(view * 1)
+        view.add_(1j)
+        return before, whole(own)
+
+    for before, after in on_ranks(2, on_rank):
+        torch.testing.assert_close(before, (2 * x).conj().resolve_conj())
+        torch.testing.assert_close(after, 2 * x - 1j)
+
+
+class Polar(nn.Module):
+    """Multiplies with an imaginary number, whose conjugate its backward asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+
+    def forward(self, x):
+        z = x @ self.weight
+        return z.abs() * torch.exp(1j * z.angle())
+
+
+def test_an_imaginary_number_is_no_tensor():
+    """Bug: no plan for a complex network, whose rule was asked for the conjugate of a number."""
+    unit = Unit(Polar(), (torch.zeros(4, 8, dtype=torch.complex128, requires_grad=True),))
+    assert find_placements(unit, num_ranks=2).placements.keys() == {"weight"}

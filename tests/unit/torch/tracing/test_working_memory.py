@@ -1,12 +1,20 @@
-"""What a unit needs for a moment, counted on tensors without data."""
+"""What a unit needs for a moment, counted on tensors without data.
+
+To count what a call needs for a moment, it is run several times more: nothing else may notice.
+"""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.torch._private import new_fake_mode
 from shardwright.torch.counting.compiled_modules import HookEffects
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.interception.library_code import patched_backward
+from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.working_memory import WorkingMemory, working_memory
 
 ROWS, WIDTH = 64, 16
@@ -60,3 +68,60 @@ def test_nothing_is_known_without_gradients_or_where_it_fails():
     assert count(Broken()) == WorkingMemory()
     with torch.no_grad():
         assert count(nn.Linear(WIDTH, WIDTH)) == WorkingMemory()
+
+
+def shape_of_result(layer: nn.Module, step) -> tuple[int, ...]:
+    model = nn.ModuleDict({"layer": layer})
+    unit_map = UnitMap.of(model, ["layer"])
+    intercept_calls(layer)
+    trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), memory={})
+    assert trace.graph.nodes[0].work_bytes > 0
+    return trace.graph.values[trace.graph.nodes[0].outputs[0]].spec.shape
+
+
+class Cache:
+    """What a decoder hands to its layers, as transformers has it."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+
+
+def test_a_cache_is_filled_once():
+    class Fills(nn.Linear):
+        def forward(self, x, cache):
+            y = super().forward(x)
+            cache.rows = y if cache.rows is None else torch.cat([cache.rows, y])
+            return cache.rows
+
+    layer = Fills(4, 4)
+    assert shape_of_result(layer, lambda x: layer(x, Cache()).sum()) == (2, 4)
+
+
+def test_a_recomputation_around_the_call_does_not_begin():
+    """The first backward unpacked what the recomputation had saved, which ran it again, on real data."""
+    layer = nn.Linear(4, 4)
+    ran = []
+
+    def region(x):
+        ran.append(type(x))
+        return layer(x * 2)
+
+    assert shape_of_result(layer, lambda x: checkpoint(region, x, use_reentrant=False).sum()) == (2, 4)
+    assert len(ran) == 1
+
+
+def test_the_backward_of_an_operation_is_not_that_of_the_step_function():
+    """Bug: in a pipeline no memory was counted for a loss, whose backward was taken for the model's."""
+    layer = nn.Linear(4, 4)
+    model = nn.ModuleDict({"layer": layer})
+    unit_map = UnitMap.of(model, ["layer"])
+    intercept_calls(layer)
+
+    def step(x):
+        torch.autograd.backward(torch.log_softmax(layer(x), -1).sum())
+
+    with patched_backward():
+        trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), memory={})
+    work = {node.name: node.work_bytes for node in trace.graph.nodes}
+    assert work["log_softmax"] >= 2 * 2 * 4 * 4  # the gradients of its result and of its argument
+    assert trace.graph.loss is not None
