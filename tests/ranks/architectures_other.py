@@ -78,18 +78,10 @@ def questions(batch_size: int, length: int) -> dict[str, Tensor]:
     return {**captioned_images(batch_size, length), "labels": torch.rand(batch_size, 5)}
 
 
-def spoken(batch_size: int, length: int) -> dict[str, Tensor]:
-    return {"input_ids": tokens(batch_size, length), "labels": torch.randn(batch_size, 8, 8)}
-
-
 def contrastive(output: object) -> Tensor:
     """A loss over the two towers' embeddings, as CLIP's own, without `return_loss`."""
     logits = output.logits_per_text  # type: ignore[attr-defined]
     return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
-
-
-def mean_of_features(output: object) -> Tensor:
-    return output.last_hidden_state.square().mean()  # type: ignore[attr-defined]
 
 
 OTHER_ARCHITECTURES: dict[str, Architecture] = {

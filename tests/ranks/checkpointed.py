@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from sharded import QUIET, VOCABULARY, Net, on_hosts, optimizer_of
 from torch import Tensor, nn
 
+import shardwright.torch as sw
+
 SAMPLES, GLOBAL_BATCH = 80, 16
 
 
@@ -83,8 +85,6 @@ def training(
 ) -> tuple[list[float], dict[str, Any], list[int]]:
     """Trains from where the folder's newest checkpoint was."""
     on_hosts(32)
-    import shardwright.torch as sw
-
     sw.init({**QUIET, **settings})
     assert stages in (None, sw.pp_size())
     torch.manual_seed(first + 1)  # a resumed run does not begin with the generators of the first

@@ -43,10 +43,6 @@ class LibraryModel:
         )
 
 
-# ---- batches
-# -------------------------------------------------------------------------------------------------------
-
-
 def pictures(batch_size: int, *, size: int = 64, channels: int = 3, dims: int = 2) -> Batch:
     return {
         "x": torch.randn(batch_size, channels, *[size] * dims),
@@ -76,10 +72,6 @@ def boxes(batch_size: int) -> Batch:
         "boxes": torch.tensor([[5.0, 5.0, 40.0, 40.0]]).repeat(batch_size, 1, 1),
         "labels": torch.ones(batch_size, 1, dtype=torch.int64),
     }
-
-
-# ---- losses
-# --------------------------------------------------------------------------------------------------------
 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
@@ -121,10 +113,6 @@ def denoise(*names: str) -> Callable[[nn.Module, Batch], Tensor]:
         return (found - batch["x"][:, : found.shape[1]]).square().mean()
 
     return loss
-
-
-# ---- the models
-# --------------------------------------------------------------------------------------------------------
 
 
 def timm(name: str, size: int) -> LibraryModel:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shardwright.torch as sw
+
 VOCABULARY = 37
 BATCH = 8
 QUIET = {"run_dir": "off", "profile": "estimated", "sdp_param_persistence_threshold": 20}
@@ -57,6 +59,13 @@ def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
 def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """The loss of a batch."""
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A step with that loss."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return loss
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -125,8 +134,6 @@ def sharded_training(
 ):
     """(losses, norms, state, names of sharded parameters) of a rank."""
     on_hosts(ranks_per_host)
-    import shardwright.torch as sw
-
     sw.init({**QUIET, **wish(settings)})
     torch.manual_seed(0)
     model = sw.DistributedModel(Net().double())

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import shardwright.torch as sw
+
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 4}
 
 
@@ -42,16 +44,11 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def trainer(sw: Any) -> Callable[[Any, Tensor], Any]:
-    """A step function with a loss of all outputs."""
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    return train
+def train(model: Any, x: Tensor) -> Tensor:
+    """A step with a loss of all outputs."""
+    loss: Tensor = model(x).square().mean()
+    model.backward(loss)
+    return loss
 
 
 def batches(number: int, num_replicas: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -62,8 +59,6 @@ def batches(number: int, num_replicas: int, dtype: torch.dtype = torch.float64) 
 
 def start(make: Callable[[], nn.Module], config: Mapping[str, Any]) -> tuple[Any, nn.Module, Any]:
     """The library, a plain model, and the same one wrapped."""
-    import shardwright.torch as sw
-
     sw.init({**QUIET, **config})
     torch.manual_seed(0)
     plain = make().double()

@@ -238,8 +238,6 @@ class _Comparison:
         items, structure = flatten(self._recipe.batch(iteration.batch_size, iteration.length))
         return structure.rebuild([_cast(item, self._recipe.dtype) for item in items])
 
-    # ---- comparing
-
     def _compare_losses(self, losses: Sequence[Tensor], plain: Sequence[Tensor]) -> Iterable[str]:
         limit = self._case.tolerance or self._recipe.loss_tolerance
         for index, (loss, expected) in enumerate(zip(losses, plain, strict=True)):

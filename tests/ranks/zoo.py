@@ -75,11 +75,6 @@ def classify(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return cross_entropy(model(*inputs.values()), batch["target"])
 
 
-def classify_with_dataclass(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    answer = model(batch["x"])
-    return cross_entropy(answer.logits, batch["target"]) + 0.1 * answer.hidden.square().mean()
-
-
 def classify_with_dictionary(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     answer = model(x=batch["x"])
     penalty = sum(hidden.square().mean() for hidden in answer["hidden"]) / answer["size"]
@@ -94,10 +89,6 @@ def classify_deeply(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 def contrast(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     logits = model(batch["left"], batch["right"])
     return F.cross_entropy(logits, torch.arange(len(logits)))
-
-
-def imitate(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    return model(batch["x"]).square().mean()
 
 
 def _own(
@@ -119,7 +110,6 @@ OWN_MODELS: dict[str, Recipe] = {
     "dropout between blocks": _own(modules.DropoutBetweenBlocks),
     "dropout in blocks": _own(modules.DropoutInBlocks),
     "tied embeddings": _own(modules.TiedEmbeddings, tokens),
-    "returns a dataclass": _own(modules.ReturnsDataclass, loss=classify_with_dataclass),
     "returns a dictionary": _own(modules.ReturnsDictionary, loss=classify_with_dictionary),
     "parameters in glue": _own(modules.ParametersInGlue),
     "changes in place": _own(modules.ChangesInPlace),
@@ -135,10 +125,8 @@ OWN_MODELS: dict[str, Recipe] = {
     "custom functions": _own(modules.CustomFunctions),
     "recomputes": _own(modules.Recomputes),
     "no_grad comes first": _own(modules.NoGradComesFirst),
-    "teacher": _own(modules.Teacher, loss=imitate),
     "deep supervision": _own(modules.DeepSupervision, loss=classify_deeply),
     "unused parameters": _own(modules.UnusedParameters),
-    "statistics in glue": _own(modules.StatisticsInGlue),
     "stateful blocks": _own(modules.StatefulBlocks),
     "buffers in glue": _own(modules.BuffersInGlue),
 }

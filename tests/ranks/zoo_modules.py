@@ -3,7 +3,6 @@
 Shape suffixes: B batch, T time, D width, C classes or channels.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,21 +86,6 @@ class TiedEmbeddings(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-@dataclass
-class Answer:
-    logits: Tensor
-    hidden: Tensor
-    note: str = "an answer"
-
-
-class ReturnsDataclass(Stack):
-    def forward(self, x: Tensor) -> Answer:
-        hidden = x
-        for block in self.blocks:
-            hidden = block(hidden)
-        return Answer(logits=self.head(hidden), hidden=hidden)
 
 
 class ReturnsDictionary(Stack):
@@ -387,19 +371,6 @@ class NoGradComesFirst(Stack):
         return self.head(x.tanh() + first)
 
 
-class Teacher(nn.Module):
-    """A second network without gradients, and a loss against it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = Stack(4), Stack(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher(x).softmax(-1)
-        return self.student(x) - target
-
-
 class DeepSupervision(Stack):
     """Every block has a head of its own, and the loss sums over all."""
 
@@ -420,21 +391,6 @@ class UnusedParameters(Stack):
         super().__init__()
         self.forgotten = nn.Linear(WIDTH, WIDTH)
         self.lonely = nn.Parameter(torch.ones(3))
-
-
-class StatisticsInGlue(Stack):
-    """A buffer of the whole model is updated between the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 1 and self.training:
-                self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
-        return self.head(x - self.mean)
 
 
 class BuffersInGlue(Stack):

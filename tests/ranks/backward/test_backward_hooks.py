@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from stacks import apart, batches, start
+from stacks import train as squares
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
@@ -84,11 +85,7 @@ def train_with_accumulation_hooks(config: dict[str, Any]) -> list[str]:
     for module in (plain, model.module):
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(clamp_accumulated)
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train = sw.step(squares)
     for number in range(2):
         (x,) = batches(number, 1)
         train(model, x)

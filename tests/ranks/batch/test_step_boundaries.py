@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from stacks import Stack, apart, batches, start
+from stacks import train as squares
 from torch import Tensor
 
 from choices import some_combinations
@@ -33,13 +34,7 @@ def test_the_gradient_of_an_input_is_that_of_all_stages(config, is_leaf, frozen)
         sw, plain, model = start(SkipsTheBlocks, config)
         for module in (plain, model.module):
             module.blocks.requires_grad_(not frozen)
-
-        @sw.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
+        train = sw.step(squares)
         mine, theirs = (batches(0, 1)[0].requires_grad_() for _ in range(2))
         for _ in range(2):  # they add up
             train(model, mine if is_leaf else mine.exp())
@@ -116,13 +111,7 @@ def test_a_parameter_is_not_returned():
 def test_ranks_that_train_different_parameters_are_told():
     def job():
         sw, _, model = start(Stack, {})
-
-        @sw.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
+        train = sw.step(squares)
         train(model, batches(0, 1)[0])
         if sw.pp_rank() == 1:
             model.requires_grad_(False)

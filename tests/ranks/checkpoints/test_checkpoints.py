@@ -1,10 +1,11 @@
-"""What a run has saved, it or another one goes on from: to the last bit where the layout is the same."""
+"""What a run has saved, it or another one goes on from: to the last bit where the layout is the same.
+
+Averages of the weights by the recipe of docs/script.md: saved with the run, on other degrees, too.
+"""
 
 import math
 import tempfile
 from functools import cache
-from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 from checkpointed import GLOBAL_BATCH, SAMPLES, Dropped, training
 from sharded import QUIET
+from stacks import train as squares
+from torch import Tensor, nn
 
-from choices import in_every_run
+import shardwright.torch as sw
+from choices import thorough
 from shardwright.testing import run_ranks
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
@@ -34,24 +38,15 @@ SAME_LAYOUT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "SGD": ({"pipeline_parallel_degree": 1, "shard_optimizer_state": True}, 2, {"optimizer": "SGD"}),
     "in the foreground": ({}, 1, {"asynchronous": False}),
 }
-MORE_OF_IT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
-    "pipeline": (PIPELINE, 2, {}),
-    "shards": ({"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}, 2, {}),
-    "shared updates": ({"pipeline_parallel_degree": 1, "shard_optimizer_state": True}, 2, {}),
-    "interleaved": ({**PIPELINE, "pipeline": "interleaved_1f1b", "virtual_stages": 2}, 2, {}),
-    "replicas": ({"pipeline_parallel_degree": 1, "microbatches": 2}, 2, {}),
-    "pipeline and shards": ({**PIPELINE, "sharded_data_parallel_degree": 2, "microbatches": 2}, 4, {}),
-    "pipeline, SGD": (PIPELINE, 2, {"optimizer": "SGD"}),
-    "pipeline, in the foreground": (PIPELINE, 2, {"asynchronous": False}),
-}
 
 
 @pytest.mark.parametrize(
-    "case", in_every_run([*SAME_LAYOUT, *MORE_OF_IT], ["SGD", "in the foreground"], in_thorough=SAME_LAYOUT)
+    "case",
+    [case if case in ("SGD", "in the foreground") else thorough(case) for case in SAME_LAYOUT],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     """Dropout, a schedule, a buffer that changes, shuffled data over two epochs; saves are asynchronous."""
-    settings, ranks, options = {**SAME_LAYOUT, **MORE_OF_IT}[case]
+    settings, ranks, options = SAME_LAYOUT[case]
     options = {**options, "stages": settings.get("pipeline_parallel_degree", 1)}
     whole = run_ranks(training, ranks, settings, tmp_path / "whole", until=6, **options)
     plan = tmp_path / "whole" / "step-00000003" / "plan.json"  # planning anew may choose another one
@@ -70,8 +65,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> No
 
 def two_optimizers(folder: Path, first: int, until: int) -> tuple[list[float], dict[str, Any]]:
     """Each has half of the parameters; gradients are scaled by PyTorch's own scaler."""
-    import shardwright.torch as sw
-
     sw.init({**QUIET, **PIPELINE})
     torch.manual_seed(0)
     model = sw.DistributedModel(Dropped(dropout=0.0))
@@ -118,38 +111,20 @@ def test_two_optimizers_a_scaler_and_one_checkpoint_that_stays(tmp_path: Path) -
         torch.testing.assert_close(final, state, rtol=1e-4, atol=1e-6)
 
 
-# pipeline, shard, replicas
-LAYOUTS = list(product((1, 2, 4), (1, 2, 4), (1, 2)))
-SMALL = [layout for layout in LAYOUTS if prod(layout) <= 8]
-
-
-# From some of each kind, and to some; all pairs are in the sweep.
-SHOWN = [
-    ((1, 1, 1), (2, 2, 1)),
-    ((1, 1, 2), (2, 1, 1)),
-    ((2, 1, 1), (1, 2, 1)),
-    ((1, 2, 2), (1, 1, 1)),
-]
-
-
-def _marks(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
-    if pair not in SHOWN:
-        return pytest.mark.sweep
-    return pytest.mark.thorough if pair == SHOWN[0] else ()
-
-
+# Pipeline, shard, replicas: from some of each kind, and to some.
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param(*pair, marks=_marks(pair), id="-".join(map(str, pair))) for pair in product(SMALL, SMALL)],
+    [
+        thorough((1, 1, 1), (2, 2, 1)),
+        ((1, 1, 2), (2, 1, 1)),
+        ((2, 1, 1), (1, 2, 1)),
+        ((1, 2, 2), (1, 1, 1)),
+    ],
 )
 def test_any_layout_resumes_what_any_other_has_saved(
     before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """Losses are those of one rank within 1e-9, and every sample is seen once in an epoch."""
-    _resume_from(before, after, tmp_path)
-
-
-def _resume_from(before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path) -> None:
     plain = _plain_losses()
     settings, ranks = _settings(*before)
     saved = run_ranks(training, ranks, settings, tmp_path, until=3, dropout=0.0)
@@ -185,3 +160,58 @@ def _samples(results: list[Any], layout: tuple[int, int, int], *, steps: int) ->
     assert len(of_replicas) == shard * replicas
     share = GLOBAL_BATCH // (shard * replicas)
     return [sample for seen in of_replicas for sample in seen[: steps * share]]
+
+
+STAGES: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 2}
+SHARDS: dict[str, Any] = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
+
+
+def trained(settings: dict[str, Any], folder: Path, until: int) -> dict[str, Tensor]:
+    """The averages after so many steps, of which the folder may have some."""
+    sw.init({"run_dir": "off", "profile": "estimated", **settings})
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    model = sw.DistributedModel(nn.Sequential(*layers).double())
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    @torch.no_grad()
+    def average(decay: float = 0.5) -> None:
+        for p in model.local_parameters():
+            optimizer.state[p].setdefault("average", p.clone()).lerp_(p, 1 - decay)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for p in model.local_parameters():
+            own = p.clone()
+            p.copy_(optimizer.state[p]["average"])
+            optimizer.state[p]["average"].copy_(own)
+
+    train = sw.step(squares)
+    checkpoints = sw.Checkpoints(folder, every=2, asynchronous=False)
+    step = checkpoints.resume()
+    while step < until:
+        generator = torch.Generator().manual_seed(10 * step)
+        optimizer.zero_grad(set_to_none=True)
+        train(model, torch.randn(4, 6, generator=generator, dtype=torch.float64))
+        optimizer.step()
+        average()
+        step += 1
+        checkpoints.step_done(step)
+    checkpoints.close()
+    exchange()
+    found: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sw.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(("first", "second"), [(STAGES, SHARDS), (SHARDS, None)])
+def test_they_go_on_with_other_degrees(
+    first: dict[str, Any], second: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """The recipe kept them in a dictionary, which no checkpoint had."""
+    expected = run_ranks(trained, 1, {}, tmp_path / "whole", 4)[0]
+    run_ranks(trained, 2, first, tmp_path / "cut", 2)
+    for found in run_ranks(trained, 1 if second is None else 2, second or {}, tmp_path / "cut", 4):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert torch.allclose(found[name], expected[name], atol=1e-12), name

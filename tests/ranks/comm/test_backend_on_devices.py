@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from standing_in import device_prices, group_standing_in
+from standing_in import group_standing_in
 from stock_training import gradients_of_one_process, model, own_batch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from choices import in_sweep
 from shardwright.comm._private import has_nccl
 from shardwright.comm.collectives.backend import register_backend
 from shardwright.errors import UsageError
@@ -22,13 +21,11 @@ def check_gradients(wrapped, whole=lambda gradient: gradient):
         torch.testing.assert_close(whole(parameter.grad), gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("with_hook", [in_sweep(False), True])
-def test_ddp(with_hook):
+def test_ddp():
     def train():
         group = group_standing_in("aabb")
         wrapped = DistributedDataParallel(model(), process_group=group)
-        if with_hook:
-            wrapped.register_comm_hook(group, default_hooks.allreduce_hook)
+        wrapped.register_comm_hook(group, default_hooks.allreduce_hook)
         wrapped(own_batch()).square().mean().backward()
         check_gradients(wrapped)
         return sorted(group.devices._groups)
@@ -69,12 +66,11 @@ def test_what_has_no_hops_goes_over_all_ranks():
     assert "everyone" in run_ranks(compare, 4)[0]
 
 
-@pytest.mark.parametrize("hops", [True, in_sweep(False)])
-def test_functional_collectives(hops):
+def test_functional_collectives():
     """C++ calls these, one tensor or several at once, and with options of several types."""
 
     def compare():
-        group = group_standing_in("aabb", None if hops else device_prices(everyone_s=0.0, start_s=1e3))
+        group = group_standing_in("aabb", None)
         rank = dist.get_rank()
         mine = torch.arange(4.0) + 10 * rank
         total = torch.arange(4.0) * 4 + 60
@@ -93,7 +89,7 @@ def test_functional_collectives(hops):
         return sorted(group.devices._groups)
 
     made = run_ranks(compare, 4)[0]
-    assert made == (["across", "everyone", "inside"] if hops else ["everyone"])
+    assert made == ["across", "everyone", "inside"]
 
 
 def test_tensors_on_other_devices_are_refused():

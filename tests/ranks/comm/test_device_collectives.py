@@ -7,7 +7,7 @@ from collective_data import data_of, reduced
 from standing_in import device_collectives, device_prices
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from choices import in_every_run, some_combinations
+from choices import some_combinations
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
@@ -39,10 +39,7 @@ def tell(group, data, source):
     group.broadcast([data], opts).wait()
 
 
-@pytest.mark.parametrize(
-    "hosts",
-    in_every_run(["aabb", "aaaa", "abcd", "aaab", "abab", "aaabbb"], ["aabb", "aaaa", "aaab", "abab"]),
-)
+@pytest.mark.parametrize("hosts", ["aabb", "aaaa", "aaab", "abab"])
 def test_every_collective_gives_every_rank_the_right_elements(hosts):
     num_ranks = len(hosts)
 
@@ -75,7 +72,7 @@ def test_every_collective_gives_every_rank_the_right_elements(hosts):
         }
 
     choices = run_ranks(compare, num_ranks, timeout_s=60)[0]
-    possible = {"aabb": 4, "aaabbb": 4, "abab": 2}.get(hosts, 0)
+    possible = {"aabb": 4, "abab": 2}.get(hosts, 0)
     names = [choice.candidate.name for choice in choices.values()]
     assert names.count("hierarchical") == possible
     for choice in choices.values():
@@ -85,13 +82,7 @@ def test_every_collective_gives_every_rank_the_right_elements(hosts):
             assert "hierarchical is not possible: " in choice.reason(8)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    in_every_run(
-        [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64, torch.complex64],
-        [torch.bfloat16, torch.uint8, torch.complex64],
-    ),
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.complex64])
 def test_copies_are_those_of_gloo(dtype):
     def compare():
         group, rank = device_collectives("aabb"), dist.get_rank()

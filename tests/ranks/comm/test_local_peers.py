@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwright.torch as sw
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.message_names import Purpose
 from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import PeerLostError
+from shardwright.run.context import context
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
@@ -185,9 +187,6 @@ def test_small_collectives(num_ranks, shared_memory):
 
 def test_a_run_after_another_has_memory_of_its_own():
     def twice():
-        import shardwright.torch as sw
-        from shardwright.run.context import context
-
         losses, num_fds = [], []
         for _ in range(3):
             sw.init({"run_dir": "off", "microbatches": 2, "profile": "estimated", "seed": 0})

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+import shardwright.torch as sw
 from shardwright.comm.joining.process_group import destroy_process_group, group_of, init_process_group
 from shardwright.comm.joining.session import Session
 from shardwright.comm.launchers import detect
 from shardwright.errors import LaunchError
+from shardwright.run.context import context
 from shardwright.testing import RanksFailedError, run_ranks
 
 
@@ -115,16 +117,13 @@ def test_a_rank_that_does_not_come_is_named(launcher_serves_store, said):
             return
         init_process_group(environment, backend="gloo", timeout_s=0.5)
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = str(probe.getsockname()[1])
     env = {"TORCHELASTIC_USE_AGENT_STORE": launcher_serves_store}
     with pytest.raises(RanksFailedError, match=said):
         run_ranks(
             join,
             2,
             init_process_group=False,
-            env=env if launcher_serves_store else {**env, "MASTER_PORT": free},
+            env=env if launcher_serves_store else {**env, "MASTER_PORT": str(free_port())},
         )
 
 
@@ -204,9 +203,6 @@ def test_runs_of_one_process_share_their_groups():
     """Each run made its own, and the threads of all woke up a hundred times a second until the end."""
 
     def groups_of_runs():
-        import shardwright.torch as sw
-        from shardwright.run.context import context
-
         groups, threads = [], []
         for timeout_s in (60, 60, 60, 61):
             sw.init({"microbatches": 2, "run_dir": "off", "timeout_s": timeout_s})
@@ -237,9 +233,6 @@ def test_a_run_after_a_failed_step_makes_its_groups_anew():
     """A sum that one rank had begun and nobody had taken was added to the first sum of the next run."""
 
     def fails_in_the_middle():
-        import shardwright.torch as sw
-        from shardwright.run.context import context
-
         sums = []
         for fails in (True, False):
             sw.init({"pipeline_parallel_degree": 1, "microbatches": 2, "run_dir": "off"})

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from sharded import QUIET, Net, batches, loss_of, optimizer_of, plain_training, sharded_training
+from sharded import train as train_language
+from stacks import train as squares
 from torch import Tensor, nn
 
 import one_gpu
+import shardwright.torch as sw
 from shardwright.comm._private import has_nccl
 
 
@@ -65,18 +68,10 @@ class Dropping(nn.Module):
 
 def test_masks_of_dropout_are_those_of_one_rank() -> None:
     def job(degree: int) -> list[float]:
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "pipeline_parallel_degree": degree, "microbatches": 4})
         torch.manual_seed(0)
         model = sw.DistributedModel(Dropping().double())
-
-        @sw.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            loss: Tensor = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
+        train = sw.step(squares)
         torch.manual_seed(3)
         x = torch.ones(8, 16, dtype=torch.float64)
         return [train(model, x).reduce_mean().item() for _ in range(3)]
@@ -91,18 +86,10 @@ def test_a_step_waits_for_the_gpu_once_more_than_a_plain_loop(on_nonfinite: str)
     """The look at loss and gradients reads its flag with what the step's end reads anyway."""
 
     def job() -> tuple[list[str], list[str]]:
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "microbatches": 2, "on_nonfinite": on_nonfinite})
         model = sw.DistributedModel(Net().double())
         updates = sw.DistributedOptimizer(optimizer_of("AdamW", model))
-
-        @sw.step
-        def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-            loss = loss_of(model, x, y)
-            model.backward(loss)
-            return loss
-
+        train = sw.step(train_language)
         plain = Net().double().cuda()
         plain_updates = optimizer_of("AdamW", plain)
 
@@ -140,21 +127,13 @@ def waits_of(call: Callable[[], None]) -> list[str]:
 
 def test_a_checkpoint_of_gpus_resumes_on_other_stages(tmp_path: Any) -> None:
     def job(settings: dict[str, Any], steps: range) -> list[float]:
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "microbatches": 2, **settings})
         torch.manual_seed(0)
         model = sw.DistributedModel(Net().double())
         updates = sw.DistributedOptimizer(optimizer_of("AdamW", model))
         checkpoints = sw.Checkpoints(tmp_path)
         checkpoints.resume()
-
-        @sw.step
-        def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-            loss = loss_of(model, x, y)
-            model.backward(loss)
-            return loss
-
+        train = sw.step(train_language)
         losses = []
         for index in steps:
             x, y = batches(4)[index]

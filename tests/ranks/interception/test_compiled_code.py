@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sharded import QUIET
 from torch import Tensor, nn
 
-from choices import in_sweep
+import shardwright.torch as sw
 from shardwright.testing import RanksFailedError, run_ranks
 
 WIDTH, MICROBATCHES = 8, 2
@@ -90,8 +90,6 @@ def trained(
     **config: Any,
 ) -> dict[str, Tensor]:
     """Trains a model and a plain one; asserts that they agree, and returns the state."""
-    import shardwright.torch as sw
-
     # The compiler asks for it of what is no leaf, in a plain loop, too.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, **config})
@@ -174,9 +172,7 @@ def test_compiled_functions_inside_units_are_compiled_once():
     assert run_ranks(job, 2) == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "how", ["the model", in_sweep("in place"), in_sweep("modules"), "a decorated method"]
-)
+@pytest.mark.parametrize("how", ["the model", "a decorated method"])
 def test_compiled_modules(how):
     """They were refused. Units are compiled in the first step, under names without `_orig_mod`."""
 
@@ -191,10 +187,6 @@ def test_compiled_modules(how):
         network: Any = copy.deepcopy(plain)
         if how == "the model":
             network = torch.compile(network, backend=compiler, fullgraph=True)
-        elif how == "in place":
-            network.compile(backend=compiler)
-        elif how == "modules":
-            network = nn.Sequential(*(torch.compile(block, backend=compiler) for block in network))
         else:
 
             class Decorated(Block):
@@ -225,8 +217,6 @@ def test_a_compiled_backward_may_be_asked_for_its_inputs_first():
 
 def test_states_of_compiled_models_can_be_loaded():
     def job():
-        import shardwright.torch as sw
-
         saved = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
         sw.init({**QUIET})
         model = sw.DistributedModel(torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"))
@@ -255,8 +245,6 @@ def test_flex_attention_makes_its_module_a_unit():
     """It compiles by itself, from functions that it is given. PyTorch has no backward of it for CPUs."""
 
     def job():
-        import shardwright.torch as sw
-
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
         torch.manual_seed(0)
@@ -280,8 +268,6 @@ def test_flex_attention_makes_its_module_a_unit():
 def refused(build: Callable[[], nn.Module]) -> str:
     def job():
         warnings.simplefilter("ignore", DeprecationWarning)
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "pipeline_parallel_degree": 2})
         sw.DistributedModel(build())
 

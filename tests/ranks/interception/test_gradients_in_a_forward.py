@@ -144,15 +144,9 @@ def test_a_gradient_by_the_batch_through_operations_between_units(build, pipelin
     check(build, pipeline)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        Net,
-    ],
-)
-def test_a_gradient_through_what_is_recomputed(build):
+def test_a_gradient_through_what_is_recomputed():
     """The forward that ran again counted as one of the step function, or PyTorch refused its hooks."""
-    check(build, activation_checkpointing="full")
+    check(Net, activation_checkpointing="full")
 
 
 def test_a_gradient_in_the_loss_over_replicas():

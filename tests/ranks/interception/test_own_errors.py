@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sharded import QUIET
+from stacks import train as squares
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+import shardwright.torch as sw
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 
@@ -55,8 +57,6 @@ FAULTS: dict[Any, tuple[type[Exception], str, str]] = {
 
 def raised(fault: Any, loss_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[type[Exception], str, str]:
     """Type, text and note of what the first step raises."""
-    import shardwright.torch as sw
-
     sw.init({**QUIET, "microbatches": 2})
     model = sw.DistributedModel(nn.Sequential(*(Block(fault if i == 2 else None) for i in range(4))))
 
@@ -103,21 +103,13 @@ class OfAnotherType(nn.Linear):
 
 def train_with_a_layer_that_fails_in_the_run() -> None:
     """The error has what was logged when the layers were timed as a further note."""
-    import shardwright.torch as sw
-
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardwright.run.profiler").addHandler(handler)
     sw.init({**QUIET, "microbatches": 2, "profile": "measured"})
     model = sw.DistributedModel(nn.Sequential(OfAnotherType(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train = sw.step(squares)
     try:
         train(model, torch.ones(8, 8))
     except Exception as error:

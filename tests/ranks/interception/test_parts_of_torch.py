@@ -8,10 +8,7 @@ from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features, padded
 from zoo_modules import CLASSES, WIDTH, Block
 
-from choices import in_sweep
 from shardwright.testing import run_ranks
-
-# ---- nn.TransformerEncoder -------------------------------------------------------------------------------
 
 
 class ReadsAllPlaces(nn.Module):
@@ -34,9 +31,8 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which the plain loop makes
-@pytest.mark.parametrize(("norm", "embed"), [(True, True), in_sweep(False, False)])
-def test_evaluations_read_zeros_where_the_input_is_padding(norm, embed):
-    recipe = Recipe(build=lambda: ReadsAllPlaces(norm=norm, embed=embed), batch=padded, loss=loss)
+def test_evaluations_read_zeros_where_the_input_is_padding():
+    recipe = Recipe(build=lambda: ReadsAllPlaces(norm=True, embed=True), batch=padded, loss=loss)
     case = Case(iterations=[Iteration(), EVALUATION, Iteration(), EVALUATION])
     assert run_ranks(differences, 2, recipe, case) == [[], []]
 
@@ -52,9 +48,6 @@ class MasksByItself(ReadsAllPlaces):
 def test_the_mask_may_come_from_a_module():
     recipe = Recipe(build=lambda: MasksByItself(norm=True, embed=True), batch=padded, loss=loss)
     assert run_ranks(differences, 2, recipe, Case(iterations=[EVALUATION])) == [[], []]
-
-
-# ---- distributions ---------------------------------------------------------------------------------------
 
 
 class Autoencoder(nn.Module):
@@ -82,9 +75,6 @@ def evidence(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_distributions_between_units():
     recipe = Recipe(build=Autoencoder, batch=features, loss=evidence)
     assert run_ranks(differences, 2, recipe, Case(iterations=[Iteration(), EVALUATION])) == [[], []]
-
-
-# ---- sparse tensors --------------------------------------------------------------------------------------
 
 
 class Mixes(nn.Module):

@@ -76,8 +76,7 @@ def _compare(kind: str, inference: bool, before_the_first_step: bool = False) ->
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize(("kind", "inference"), [*((kind, False) for kind in KINDS), ("stages", True)])
 def test_is_as_in_one_process(kind: str, inference: bool) -> None:
     assert max(run_ranks(_compare, 2, kind, inference)) < 1e-12
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright.torch as sw
-from choices import combinations_of, in_sweep
 from shardwright.testing import run_ranks
 
 D = torch.float64
@@ -92,19 +91,14 @@ def _differences(kind: str, mode: str, samples: int, trains_before: bool) -> dic
 
 @pytest.mark.parametrize(
     ("kind", "mode", "samples"),
-    combinations_of(
-        list(KINDS),
-        list(MODES),
-        [16, 10],
-        kept=[
-            ("stages", "no_grad", 10),
-            ("replicas", "no_grad", 16),
-            ("replicas", "grad", 10),
-            ("shards", "inference", 10),
-            ("stages", "grad", 16),
-            ("parts of layers", "inference", 16),
-        ],
-    ),
+    [
+        ("stages", "no_grad", 10),
+        ("replicas", "no_grad", 16),
+        ("replicas", "grad", 10),
+        ("shards", "inference", 10),
+        ("stages", "grad", 16),
+        ("parts of layers", "inference", 16),
+    ],
 )
 def test_numbers_of_an_evaluation_are_those_of_the_batch(kind: str, mode: str, samples: int) -> None:
     """``reduce_mean`` of a sum over samples was that of one microbatch: 1/m of what one process tells."""
@@ -159,9 +153,6 @@ def _small_batches(schedule: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", *(in_sweep(each) for each in ("gpipe", "interleaved", "zb_h1", "zb_v"))]
-)
-def test_a_batch_smaller_than_the_ones_before_is_cut_into_fewer_microbatches(schedule: str) -> None:
+def test_a_batch_smaller_than_the_ones_before_is_cut_into_fewer_microbatches() -> None:
     """The last batch of a loader, or one sample to evaluate, was refused."""
-    assert max(run_ranks(_small_batches, 2, schedule)) < 1e-12
+    assert max(run_ranks(_small_batches, 2, "1f1b")) < 1e-12

@@ -9,10 +9,12 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from stacks import train as squares
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from choices import in_sweep
+import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.optimizer.refused_optimizers import refuse_foreign_parameters
@@ -28,18 +30,11 @@ class Script:
     """An ordinary script, up to its loop: one step was made, so that every rank has its part."""
 
     def __init__(self, module=None, *, first_step=True, settings=None):
-        import shardwright.torch as sw
-
         sw.init({**QUIET, **(settings or {})})
         torch.manual_seed(0)
         self.sw, self.x = sw, torch.ones(4, 4)
         self.model = sw.DistributedModel(module or four_layers())
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
+        train = sw.step(squares)
 
         @sw.step
         def evaluate(model, x):
@@ -59,7 +54,6 @@ def fails(job, *args, num_ranks=2):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [in_sweep(0), 1])
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -68,7 +62,7 @@ def fails(job, *args, num_ranks=2):
         ("clip", r"The ranks are at different places of the script"),
     ],
 )
-def test_a_collective_call_on_one_rank_alone_is_noticed_by_the_next_step(rank, what, message):
+def test_a_collective_call_on_one_rank_alone_is_noticed_by_the_next_step(what, message):
     """Both ranks waited until the timeout."""
 
     def job(rank, what):
@@ -78,11 +72,11 @@ def test_a_collective_call_on_one_rank_alone_is_noticed_by_the_next_step(rank, w
             "barrier": script.sw.barrier,
             "clip": lambda: clip_grad_norm_(script.model.parameters(), 1.0),
         }
-        if script.sw.rank() == rank:
+        if script.sw.rank() == 1:
             calls[what]()
         script.train(script.model, script.x)
 
-    text = fails(job, rank, what)
+    text = fails(job, 1, what)
     assert re.search(message, text)
     assert "not under `if sw.rank() == 0:`" in text
 
@@ -122,8 +116,6 @@ def test_an_optimizer_of_another_model_or_of_a_copy(num_ranks, when):
     """It lost all of its parameters, and trained nothing."""
 
     def job(when):
-        import shardwright.torch as sw
-
         sw.init(QUIET)
         module = four_layers()
         if when == "before":
@@ -133,27 +125,6 @@ def test_an_optimizer_of_another_model_or_of_a_copy(num_ranks, when):
 
     text = fails(job, when, num_ranks=num_ranks)
     assert "the optimizer has 8 parameters, and the wrapped model has none of them" in text
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_optimizer_that_is_not_wrapped_does_not_step_inside_a_step_function_either(num_ranks):
-    """On one rank it stepped for each microbatch, on several it was taken for a part of the model."""
-
-    def job():
-        script = Script(first_step=False)
-        optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
-
-        @script.sw.step
-        def train(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            optimizer.step()
-
-        train(script.model, script.x)
-
-    text = fails(job, num_ranks=num_ranks)
-    assert "test_newcomers.py" in text
-    assert "optimizer.step() is called inside a step function" in text
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -206,32 +177,22 @@ class Stream(torch.utils.data.IterableDataset):
 
 class Divided(Stream):
     def __iter__(self):
-        import shardwright.torch as sw
-
         return itertools.islice(super().__iter__(), sw.rdp_rank(), None, sw.rdp_size())
 
 
-@pytest.mark.parametrize("settings", [{"pipeline_parallel_degree": 1}, in_sweep({"data_parallel_degree": 2})])
-def test_a_stream_that_replicas_read_whole_is_refused_before_the_first_update(settings):
+def test_a_stream_that_replicas_read_whole_is_refused_before_the_first_update():
     """A line told it after the second step; with dropout, nothing did."""
 
     def job(kind):
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, **settings})
+        sw.init({**QUIET, "pipeline_parallel_degree": 1})
         torch.manual_seed(sw.rank())
         model = sw.DistributedModel(nn.Sequential(four_layers(), nn.Dropout()))
-
-        @sw.step
-        def train(model, x):
-            model.backward(model(x).square().mean())
-
+        train = sw.step(squares)
         for x in torch.utils.data.DataLoader(kind(), batch_size=8):
             train(model, x)
 
-    num_ranks = 2 * settings.get("data_parallel_degree", 1)
-    run_ranks(job, num_ranks, Divided)
-    text = fails(job, Stream, num_ranks=num_ranks)
+    run_ranks(job, 2, Divided)
+    text = fails(job, Stream)
     assert "all 2 replicas have the same samples in step 1: the data set of the loader is an Iterable" in text
 
 
@@ -260,8 +221,6 @@ def test_a_loss_with_weights_trains_as_a_part_of_the_model(stages):
     """The advice was an optimizer of its own: each rank trained a copy, or none."""
 
     def job():
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "pipeline_parallel_degree": stages})
         torch.manual_seed(0)
         net, loss = Embedding().double(), Proxies().double()
@@ -326,20 +285,16 @@ def test_gradients_and_rates_inside_a_step_function(stages, what, said):
     assert said in fails(job)
 
 
-@pytest.mark.parametrize("shards", [1, in_sweep(2)])
-def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training(shards):
+def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training():
     """``model.eval().cpu()`` before saving raised an error about meta tensors; shards cannot be cast."""
 
     def job():
-        sharded = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
-        script = Script() if shards == 1 else Script(settings=sharded)
+        script = Script()
         model = script.model
         for same in (model.eval().cpu(), model.to("cpu"), model.float(), model.to(torch.device("cpu"))):
             assert same is model
-        casts = (model.double, model.half) if shards > 1 else ()
-        for other in (*casts, lambda: model.to("meta")):
-            with pytest.raises(UsageError, match=r"load model.state_dict.., called on all ranks, into a mod"):
-                other()
+        with pytest.raises(UsageError, match=r"load model.state_dict.., called on all ranks, into a mod"):
+            model.to("meta")
         with pytest.raises(UsageError, match=r"memory format \(channels_last\) before the model is wrapped"):
             model.to(memory_format=torch.channels_last)  # was left undone without a word
         script.train(model.train(), script.x)
@@ -417,8 +372,6 @@ def test_replicas_of_pytorch_around_the_model():
     """A replica failed in the first step for another reason."""
 
     def job():
-        import torch.distributed as dist
-
         script = Script(first_step=False)
         replica = nn.parallel.DistributedDataParallel(four_layers())
         script.sw.shutdown()
@@ -445,8 +398,6 @@ def test_shapes_that_do_not_fit_are_told_once_and_without_pytorchs_log():
 
 def test_placement_by_hand_that_nobody_heeds():
     def job():
-        import shardwright.torch as sw
-
         sw.init(QUIET)
         with pytest.warns(UserWarning, match="auto_partition is true") as first:
             sw.set_partition(nn.Linear(4, 4), 0)
@@ -462,7 +413,6 @@ def test_placement_by_hand_that_nobody_heeds():
     [("class", r"Make one of the class: DistributedModel\(Linear"), ("state", "model.load_state_dict")],
 )
 def test_what_is_no_model(kind, remedy):
-    from shardwright.errors import UsageError
     from shardwright.torch.model.spread_module import accepted
 
     with pytest.raises(UsageError, match=remedy):
@@ -470,8 +420,6 @@ def test_what_is_no_model(kind, remedy):
 
 
 def test_step_functions_that_return_before_they_have_run():
-    import shardwright.torch as sw
-
     async def asynchronous(x):
         return x
 
@@ -539,7 +487,5 @@ def test_arguments_that_a_step_function_does_not_take():
 )
 def test_what_is_no_optimizer(make, words):
     """It was refused for its option lr."""
-    import shardwright.torch as sw
-
     with pytest.raises(RuntimeError, match=f"wraps a torch.optim.Optimizer, {words}. Pass for example"):
         sw.DistributedOptimizer(make(nn.Linear(1, 1).parameters()), lr=0.1)

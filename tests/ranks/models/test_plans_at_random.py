@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from random_plans import Drawn, Shape, differences_of_plans, drawn_plans, recipe_of, shapes
 from zoo import ZOO
 
-from choices import in_sweep
 from shardwright.testing import run_ranks
 
 ANY = st.tuples(shapes(), drawn_plans())
@@ -44,9 +43,8 @@ def check(cases: list[tuple[Shape, Drawn]], *, ranks: int) -> None:
     assert run_ranks(differences_of_plans, ranks, named, timeout_s=200) == [{}] * ranks
 
 
-@pytest.mark.parametrize("results", ["tuple", in_sweep("dict")])
-def test_a_tensor_that_layers_hand_on_crosses_to_stages_on_ranks_in_turn(results: str) -> None:
-    shape = Shape(encoder=3, decoder=3, bias="got", results=results, skips="memory")
+def test_a_tensor_that_layers_hand_on_crosses_to_stages_on_ranks_in_turn() -> None:
+    shape = Shape(encoder=3, decoder=3, bias="got", results="tuple", skips="memory")
     check([(shape, Drawn(kind="interleaved_1f1b", stages_per_rank=4, microbatches=2))], ranks=2)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from stacks import QUIET, Stack, apart, batches, start
+from stacks import train as squares
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features
@@ -16,14 +17,10 @@ from zoo_modules import CLASSES, WIDTH, Block
 from zoo_modules import Stack as Blocks
 
 import shardwright.torch as sw
-from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
 V = {**CONFIG, "pipeline": "zb_v"}
-
-
-# ---- modules that give their argument back ---------------------------------------------------------------
 
 
 class SkipsItself(Block):
@@ -44,16 +41,10 @@ def stack_of(block: type[Block], *, num_blocks: int = 6) -> Callable[[], nn.Modu
     return build
 
 
-@pytest.mark.parametrize(
-    ("block", "config"),
-    [
-        (SkipsItself, CONFIG),
-    ],
-)
-def test_blocks_that_skip_themselves_at_the_end_of_a_stage(block, config):
+def test_blocks_that_skip_themselves_at_the_end_of_a_stage():
     """The next stage was given the argument of a block that gave it back in the trace, always."""
-    recipe = Recipe(build=stack_of(block), batch=features, loss=classify)
-    case = Case(config=config, iterations=[Iteration()] * 4)
+    recipe = Recipe(build=stack_of(SkipsItself), batch=features, loss=classify)
+    case = Case(config=CONFIG, iterations=[Iteration()] * 4)
     assert run_ranks(differences, 2, recipe, case) == [[], []]
 
 
@@ -81,11 +72,7 @@ def test_layers_that_are_dropped_between_modules_are_one_error_on_all_ranks(shar
     def job() -> None:
         model = start(lambda: DropsLayers(share), CONFIG)[2]
         random.seed(1 + dist.get_rank())
-
-        @sw.step
-        def train(model: Any, x: Tensor) -> None:
-            model.backward(model(x).square().mean())
-
+        train = sw.step(squares)
         for _ in range(4):
             train(model, torch.randn(8, 5, WIDTH, dtype=torch.float64))
 
@@ -129,9 +116,6 @@ def test_a_change_in_place_that_the_trace_does_not_have():
     message = r"ClampsLargeRows changes an argument in place in microbatch \d, but not in the trace"
     with pytest.raises(RanksFailedError, match=message):
         run_ranks(job, 2, 1e4)
-
-
-# ---- buffers and parameters under another name -----------------------------------------------------------
 
 
 class BuffersUnderOtherNames(Blocks):
@@ -211,9 +195,6 @@ def test_what_is_written_under_another_name(build, config):
     assert run_ranks(differences, 2, recipe, case) == [[], []]
 
 
-# ---- gradients -------------------------------------------------------------------------------------------
-
-
 class ThawsLater(Stack):
     num_updates = 0
 
@@ -226,11 +207,7 @@ class ThawsLater(Stack):
 
 def train_until_it_thaws() -> None:
     sw, _, model = start(ThawsLater, {})
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train = sw.step(squares)
     for number in range(8):
         model.module.num_updates = number
         train(model, batches(number, 1)[0])
@@ -285,11 +262,7 @@ def train_a_probe(
     sw, plain, model = start(make, config)
     plain_optimizer = optimizer_kind(plain.parameters(), lr=0.1, weight_decay=0.5)
     optimizer = sw.DistributedOptimizer(optimizer_kind(model.parameters(), lr=0.1, weight_decay=0.5))
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train = sw.step(squares)
     found = []
     for number in range(2):
         (x,) = batches(number, 1)
@@ -304,17 +277,9 @@ def train_a_probe(
     return found
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        in_sweep({}, id=""),
-        pytest.param({"pipeline": "zb_v"}, id="V"),
-        in_sweep({"pipeline": "zb_h1"}, id="zb_h1"),
-    ],
-)
-def test_what_a_unit_detaches_has_no_gradient(config):
+def test_what_a_unit_detaches_has_no_gradient():
     """It had zeros, so that AdamW made the weights behind it smaller."""
-    assert run_ranks(train_a_probe, 2, torch.optim.AdamW, config) == [[], []]
+    assert run_ranks(train_a_probe, 2, torch.optim.AdamW, {"pipeline": "zb_v"}) == [[], []]
 
 
 def test_what_a_unit_detaches_that_changes_another_argument():
@@ -340,11 +305,7 @@ def train_with_hook(name: str, config: dict[str, Any]) -> list[str]:
     sw, plain, model = start(Tied, config)
     for module in (plain, model.module):
         module.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train = sw.step(squares)
     (x,) = batches(0, 1)
     train(model, x)
     for part in x.tensor_split(4):
@@ -355,20 +316,15 @@ def train_with_hook(name: str, config: dict[str, Any]) -> list[str]:
     return apart(plain, model)
 
 
-@pytest.mark.parametrize(
-    "config", [in_sweep({}), {"pipeline": "zb_v"}], ids=["two ranks", "two stages of a rank"]
-)
-def test_a_hook_for_the_gradient_of_a_parameter_that_stages_share(config):
+def test_a_hook_for_the_gradient_of_a_parameter_that_stages_share():
     """Each stage gave the hook its own part of the gradient."""
     message = r"first\.weight has a hook for its gradient, and is used by several stages"
     with pytest.raises(RanksFailedError, match=message):
-        run_ranks(train_with_hook, 2, "first.weight", config)
-    assert run_ranks(train_with_hook, 2, "blocks.1.weight", config) == [[], []]
+        run_ranks(train_with_hook, 2, "first.weight", {"pipeline": "zb_v"})
+    assert run_ranks(train_with_hook, 2, "blocks.1.weight", {"pipeline": "zb_v"}) == [[], []]
 
 
 def train_with_scaler(fused: bool) -> tuple[list[bool], list[float]]:
-    import shardwright.torch as sw
-
     sw.init({**QUIET, "microbatches": 2})
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
@@ -403,12 +359,7 @@ def test_a_fused_optimizer_under_a_scaler(num_ranks):
         assert sums == pytest.approx(sums_plain, rel=1e-5)
 
 
-# ---- parameters of others --------------------------------------------------------------------------------
-
-
 def train_with_weights_of_losses(registered: bool, *, num_steps: int = 2) -> None:
-    import shardwright.torch as sw
-
     sw.init({**QUIET, "microbatches": 2})
     weights = nn.Parameter(torch.zeros(2))
     module = Stack()
@@ -435,9 +386,6 @@ def test_an_optimizer_with_more_than_the_model():
         run_ranks(train_with_weights_of_losses, 2, False)
     run_ranks(train_with_weights_of_losses, 1, False)
     run_ranks(train_with_weights_of_losses, 2, True)
-
-
-# ---- numbers of NumPy and Python -------------------------------------------------------------------------
 
 
 def mix_with_given_number() -> list[str]:
@@ -487,33 +435,21 @@ class DrawsInside(nn.Linear):
 
 def train_once(make: Callable[[], nn.Module], config: dict[str, Any]) -> None:
     sw, _, model = start(make, config)
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train = sw.step(squares)
     before = random.getstate()
     for number in range(2):
         train(model, batches(number, 1)[0])
     assert (random.getstate() == before) == (make is not DrawsTwice and make is not DrawsInsideToo)
 
 
-@pytest.mark.parametrize(
-    ("make", "where"),
-    [
-        (DrawsTwice, "at several places"),
-    ],
-)
-def test_numbers_of_python_that_ranks_would_draw_in_another_order(make, where):
-    with pytest.raises(RanksFailedError, match=rf"numbers of Python or NumPy between modules, and {where}"):
-        run_ranks(train_once, 2, make, {"pipeline": "zb_v"})
+def test_numbers_of_python_that_ranks_would_draw_in_another_order():
+    said = "numbers of Python or NumPy between modules, and at several places"
+    with pytest.raises(RanksFailedError, match=said):
+        run_ranks(train_once, 2, DrawsTwice, {"pipeline": "zb_v"})
 
 
 def test_tracing_draws_nothing_from_python():
     run_ranks(train_once, 2, Stack, {})
-
-
-# ---- hooks -----------------------------------------------------------------------------------------------
 
 
 def evaluate_with_hooks() -> list[float]:
@@ -548,9 +484,6 @@ def test_hooks_come_and_go_between_steps():
         assert max(found) < 1e-10
 
 
-# ---- what is trained changes inside of a step ------------------------------------------------------------
-
-
 class FrozenForAWhile(Blocks):
     """A loss that must not train the head, and one that must, as when a GAN is trained in one step."""
 
@@ -564,15 +497,11 @@ class FrozenForAWhile(Blocks):
         return trained + frozen
 
 
-@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "zb_h1"])
-def test_parameters_that_are_frozen_for_a_part_of_the_step(kind):
+def test_parameters_that_are_frozen_for_a_part_of_the_step():
     """The gradients of weights that were put off went by what was trained at the end of the forward."""
     recipe = Recipe(build=FrozenForAWhile, batch=features, loss=classify)
-    case = Case(config={**CONFIG, "pipeline": kind}, iterations=[Iteration()] * 2)
+    case = Case(config={**CONFIG, "pipeline": "zb_h1"}, iterations=[Iteration()] * 2)
     assert run_ranks(differences, 2, recipe, case) == [[], []]
-
-
-# ---- which tensor is taken -------------------------------------------------------------------------------
 
 
 class Chosen:
@@ -609,12 +538,11 @@ def train_choosing(wide: bool, number: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("wide", [in_sweep(False), True])
-def test_another_tensor_than_in_the_trace_is_refused(wide):
+def test_another_tensor_than_in_the_trace_is_refused():
     """The one of the trace was taken in its place, whatever the code said."""
-    assert run_ranks(train_choosing, 2, wide, 0) == [[], []]
+    assert run_ranks(train_choosing, 2, True, 0) == [[], []]
     with pytest.raises(RanksFailedError, match=r"gets another tensor in microbatch 0 than in the trace"):
-        run_ranks(train_choosing, 2, wide, 2)
+        run_ranks(train_choosing, 2, True, 2)
 
 
 def return_another(backward: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 from transparency import Case, Iteration, Recipe, differences_by_case
 from zoo import ZOO
 
-from choices import in_every_run, in_sweep, some_combinations
+from choices import some_combinations, thorough
 from shardwright.testing import run_ranks
 
 ENV = {"TRANSFORMERS_VERBOSITY": "error"}
@@ -82,7 +82,7 @@ IN_EVERY_RUN = (
 )
 
 
-@pytest.mark.parametrize("name", in_every_run(ZOO, IN_EVERY_RUN[:2], in_thorough=IN_EVERY_RUN))
+@pytest.mark.parametrize("name", [*IN_EVERY_RUN[:2], *map(thorough, IN_EVERY_RUN[2:])])
 def test_models_over_two_stages(name):
     """Each takes its turn at the schedules."""
     number = list(ZOO).index(name)
@@ -94,15 +94,14 @@ def test_models_over_two_stages(name):
     check(ZOO[name], cases, writes=name != "recomputes", reads=False)
 
 
-@pytest.mark.parametrize("kind", in_every_run(SCHEDULES, ["1f1b", "interleaved_1f1b", "zb_v"]))
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b", "zb_v"])
 def test_schedules(kind):
     check(ZOO["dropout in blocks"], {kind: case({**SCHEDULES[kind], "activation_loading_horizon": 1})})
 
 
-@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "zb_h1", in_sweep("zb_v")])
-def test_recomputed_units_offload_their_inputs(kind):
-    settings = {**SCHEDULES[kind], "activation_checkpointing": "full", "activation_loading_horizon": 1}
-    check(ZOO["dropout in blocks"], {kind: case(settings)})
+def test_recomputed_units_offload_their_inputs():
+    settings = {**SCHEDULES["zb_h1"], "activation_checkpointing": "full", "activation_loading_horizon": 1}
+    check(ZOO["dropout in blocks"], {"zb_h1": case(settings)})
 
 
 REPLICAS = {

@@ -9,6 +9,7 @@ import torch
 from stacks import Stack, start
 from torch import Tensor, nn
 
+import shardwright.torch as sw
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import NonFiniteError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
@@ -160,8 +161,6 @@ def test_what_is_no_fault(case):
 
 
 def scale_that_cannot_fall() -> None:
-    import shardwright.torch as sw
-
     sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 4, "fp16": True})
     torch.manual_seed(0)
     model = sw.DistributedModel(Stack())

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import WIDTH, Stack, batches, start, trainer
+from stacks import WIDTH, Stack, batches, start
+from stacks import train as squares
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -109,7 +110,7 @@ def train_with(
     optimizer = sw.DistributedOptimizer(own) if wrapped else own
     theirs = kind(plain.parameters())
 
-    train = trainer(sw)
+    train = sw.step(squares)
     for number in range(4):
         both = batches(number, sw.dp_size())
         for each in (optimizer, theirs):
@@ -141,7 +142,7 @@ def test_over_stages_they_are_refused(kind):
 def stepping(kind: Any, way: str, config: dict[str, Any]) -> float:
     """With an optimizer that is not wrapped; returns the largest difference from a plain loop."""
     sw, plain, model = start(Stack, config)
-    train = trainer(sw)
+    train = sw.step(squares)
     train(model, batches(0, 1)[0])
     mine = kind(list(model.local_parameters()))
     theirs = kind(plain.parameters())
@@ -195,7 +196,7 @@ class NeedsGraph(torch.optim.SGD):
 
 def untried() -> None:
     sw, _, model = start(Stack, {})
-    trainer(sw)(model, batches(0, 1)[0])
+    sw.step(squares)(model, batches(0, 1)[0])
     sw.DistributedOptimizer(NeedsGraph(model.parameters())).step()
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import Stack, batches, start, trainer
+from stacks import Stack, batches, start
+from stacks import train as squares
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+import shardwright.torch as sw
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 DP = {"data_parallel_degree": 2}
@@ -15,8 +17,6 @@ DP = {"data_parallel_degree": 2}
 
 def of_all_replicas(own: float, remedy: str) -> float:
     """What comes of a loss by the code that the error shows."""
-    import shardwright.torch as sw
-
     loss = torch.tensor(own)
     exec(remedy, {"torch": torch, "sw": sw, "loss": loss})
     return float(loss)
@@ -30,7 +30,7 @@ def with_schedule(what: str, config: dict[str, Any], *, remedy: str | None = Non
         schedule: Any = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     else:
         schedule = LambdaLR(optimizer, lambda step: 0.9**step)
-    train = trainer(sw)
+    train = sw.step(squares)
     x = batches(0, 2)[sw.dp_rank()]
     for number in range(4):
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def updates_on_one_rank(wrapped: bool, config: dict[str, Any], left_out: int) ->
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if wrapped:
         optimizer = sw.DistributedOptimizer(optimizer)
-    train = trainer(sw)
+    train = sw.step(squares)
     for number in range(left_out + 2):
         optimizer.zero_grad()
         train(model, batches(number, 1)[0])
@@ -127,7 +127,7 @@ def numbers_of_stages() -> None:
         {"params": list(module.head.parameters()), "lr": 0.1, "count": 0},
     ]
     optimizer = sw.DistributedOptimizer(Counts(groups))
-    train = trainer(sw)
+    train = sw.step(squares)
     for number in range(3):
         optimizer.zero_grad()
         train(model, batches(number, 1)[0])

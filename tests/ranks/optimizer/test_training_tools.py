@@ -6,8 +6,11 @@ import itertools
 
 import pytest
 import torch
+from stacks import train as squares
 from torch import nn
 
+import shardwright.torch as sw
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -33,9 +36,6 @@ class Network(nn.Module):
 
 def compare(config, prepare=None, steps=2):
     """Largest difference of gradients and of the state after some steps, and the ranks of the stages."""
-    import shardwright.torch as sw
-    from shardwright.run.context import context
-
     sw.init({**QUIET, "microbatches": 4, **config})
     torch.manual_seed(0)
     model = Network().double()
@@ -43,13 +43,7 @@ def compare(config, prepare=None, steps=2):
     if prepare is not None:
         prepare(sw, model)
     wrapped = sw.DistributedModel(model)
-
-    @sw.step
-    def train(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train = sw.step(squares)
     x = torch.randn(8, 3, 6, 6, dtype=torch.float64)
     worst = 0.0
     for _ in range(steps):
@@ -101,8 +95,6 @@ def test_gradients_and_running_statistics_are_those_of_one_process(config, prepa
 
 def test_a_stock_scaler_agrees_over_ranks_and_schedulers_step():
     def job():
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "microbatches": 2})
         torch.manual_seed(0)
         model = sw.DistributedModel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
@@ -144,18 +136,12 @@ def test_a_finished_step_leaves_no_tensors_behind():
     garbage collector came by: memory grew by megabytes a step."""
 
     def job():
-        import shardwright.torch as sw
         from shardwright.comm import local_link
 
         local_link._MOST_VIEWS = 1  # views of messages are kept; they have no memory of their own
         sw.init({**QUIET, "microbatches": 4, "pipeline": "gpipe"})
         model = sw.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
+        train = sw.step(squares)
 
         def live():
             return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
@@ -178,8 +164,6 @@ def test_what_another_stage_made_is_there_after_the_backward():
     """A tensor that came in is emptied after the backward. A metric that was computed of it then was zero."""
 
     def job():
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "microbatches": 2, "pipeline": "1f1b"})
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -211,8 +195,6 @@ def test_a_hook_is_called_when_every_rank_has_its_part(ranks):
     """It could not be registered: a handle needs a weak reference to where hooks are kept."""
 
     def job():
-        import shardwright.torch as sw
-
         sw.init(QUIET)
         model = sw.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
         calls = []

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright.torch as sw
-from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.run.context import context
 from shardwright.testing import run_ranks, run_ranks_outcomes
@@ -69,7 +68,6 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 DATA = {"data_parallel_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
-SHARED = {**DATA, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
 
 
 def wrapped(change: str) -> str:
@@ -326,17 +324,9 @@ def _train(model: Any, x: Tensor) -> Tensor:
         (1, {}, "before wrapping"),
         (1, {}, "after wrapping"),
         (2, {}, "before wrapping"),
-        in_sweep(2, {}, "after the first step"),
         (2, DATA, "after wrapping"),
         (2, {}, "checkpoints"),
-        in_sweep(2, TENSOR, "before wrapping"),
-        in_sweep(2, TENSOR, "after wrapping"),
         (4, {**TENSOR, "pipeline_parallel_degree": 2}, "after the first step"),
-        in_sweep(2, TENSOR, "checkpoints"),
-        in_sweep(2, {}, "after wrapping"),
-        in_sweep(2, SHARED, "after the first step"),
-        in_sweep(2, {**DATA, "shard_optimizer_state": True}, "before wrapping"),
-        in_sweep(2, DATA, "checkpoints"),
     ],
 )
 def test_the_state_of_an_optimizer_goes_by_name(ranks, settings, way, tmp_path):

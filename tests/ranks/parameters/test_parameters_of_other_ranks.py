@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from stacks import Stack, batches, start
+from stacks import train as squares
 from torch import Tensor, nn
 
+import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
@@ -44,13 +46,7 @@ def trained(prepare: Callable[[nn.Module], Any], num_steps: int = 1) -> tuple[An
     """The library, a model that is spread over stages, and what `prepare` made of it before it was."""
     sw, _, model = start(Normed, {})
     prepared = prepare(model.module)
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train = sw.step(squares)
     for number in range(num_steps):
         train(model, batches(number, 1)[0])
     return sw, model, prepared
@@ -60,9 +56,6 @@ def remote(model: Any) -> dict[str, nn.Parameter]:
     """Parameters that this rank has given up."""
     own = dict(model.local_named_parameters())
     return {name: p for name, p in model.module.named_parameters() if name not in own}
-
-
-# ---- what would go wrong without a word
 
 
 def update_averages(average: nn.Module, model: nn.Module) -> None:
@@ -80,37 +73,13 @@ def update_averages_together(average: nn.Module, model: nn.Module) -> None:
     torch._foreach_add_(list(average.parameters()), list(model.parameters()), alpha=0.1)
 
 
-def update_averages_out_of_place(average: nn.Module, model: nn.Module) -> None:
-    averages = [0.9 * p for p in average.parameters()]
-    assert [a + 0.1 * p for a, p in zip(averages, model.parameters(), strict=True)]
-
-
 def update_averages_of_buffers(average: nn.Module, model: nn.Module) -> None:
     for mine, theirs in zip(average.buffers(), model.buffers(), strict=True):
         mine.add_(theirs)
 
 
-def copy_parameters(average: nn.Module, model: nn.Module) -> None:
-    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
-        mine.copy_(theirs)
-
-
-def sum_of_squares(average: nn.Module, model: nn.Module) -> None:
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in model.parameters():
-        total += parameter.square().sum()
-
-
 def read_numbers(average: nn.Module, model: nn.Module) -> None:
     assert [p.norm().item() for p in model.parameters()]
-
-
-def read_conditions(average: nn.Module, model: nn.Module) -> None:
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def copy_to_the_host(average: nn.Module, model: nn.Module) -> None:
-    assert [p.detach().cpu().numpy() for p in model.parameters()]
 
 
 def save_parameters(average: nn.Module, model: nn.Module) -> None:
@@ -125,13 +94,8 @@ USES = [
     update_averages,
     update_averages_through_data,
     update_averages_together,
-    update_averages_out_of_place,
     update_averages_of_buffers,
-    copy_parameters,
-    sum_of_squares,
     read_numbers,
-    read_conditions,
-    copy_to_the_host,
     save_parameters,
     average_of_torch,
 ]
@@ -163,12 +127,6 @@ def test_values_of_other_ranks_are_not_computed_with():
     assert "of norms.0.running_mean," in said["update_averages_of_buffers"]
 
 
-# ---- what goes on as it was
-
-
-# ---- what the script took hold of before the first step
-
-
 def old_lists() -> dict[str, bool]:
     """Whether what was made before the first step can be used after it."""
     found = {}
@@ -182,12 +140,7 @@ def old_lists() -> dict[str, bool]:
     memory = [weakref.ref(p.untyped_storage()) for p in parameters]
     backbone = list(model.module.blocks.parameters())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, weight_decay=0.1) for m in (plain, model)]
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    train = sw.step(squares)
 
     def both(number: int) -> None:
         train_both(optimizers, lambda x: train(model, x), plain, batches(number, 1)[0])
@@ -221,9 +174,6 @@ def test_what_was_made_before_the_first_step_is_what_the_model_has_after_it():
     """The memory of what other ranks keep was taken from under old lists: reading it killed the process."""
     for found in run_ranks(old_lists, 2):
         assert all(found.values()), [name for name, right in found.items() if not right]
-
-
-# ---- what to do instead
 
 
 class Byol(nn.Module):
@@ -269,8 +219,6 @@ BY_HAND = {"pipeline": "1f1b", "auto_partition": False, "default_partition": 1}
 
 
 def differences_of_a_teacher(follow: Any, settings: dict[str, Any]) -> tuple[float, str, int]:
-    import shardwright.torch as sw
-
     torch.manual_seed(0)
     plain = Byol().double()
     module = copy.deepcopy(plain)
@@ -316,8 +264,6 @@ def test_a_teacher_follows_wherever_its_layers_are() -> None:
     """There was no way, where a rank held the teacher's layer and another one the student's."""
 
     def run() -> list[Any]:
-        import shardwright.torch as sw
-
         found = []
         kinds = ("1f1b", "interleaved_1f1b", "1f1b")
         for follow, kind in zip((follows_pair_by_pair, follows_as_a_whole, follows_all), kinds, strict=True):
@@ -352,18 +298,12 @@ def test_an_update_by_hand_leaves_others_to_their_holders(update: Any) -> None:
     """``p.data.add_(p.grad)`` of another rank's parameter was PyTorch's TypeError about None."""
 
     def run() -> float:
-        import shardwright.torch as sw
-
         sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2})
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
         plain = copy.deepcopy(net)
         model = sw.DistributedModel(net)
-
-        @sw.step
-        def train(model: Any, x: Tensor) -> None:
-            model.backward(model(x).square().mean())
-
+        train = sw.step(squares)
         x = torch.randn(4, 4, dtype=torch.float64)
         for _ in range(2):
             model.zero_grad()

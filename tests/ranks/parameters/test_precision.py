@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded import QUIET, Net, batches, loss_of, on_hosts
+from sharded import train as train_language
 from torch import Tensor, nn
 
-from choices import in_sweep
+import shardwright.torch as sw
 from shardwright.testing import run_ranks
 
 STEPS = 4
@@ -43,19 +44,11 @@ def plain_training(dtype: torch.dtype, microbatches: int, lr: float):
 def training(settings: dict[str, Any], lr: float = 1e-3, ranks_per_host: int = 4, **scaling: Any):
     """(losses, state, types of gradients, loss scales) of a rank."""
     on_hosts(ranks_per_host)
-    import shardwright.torch as sw
-
     sw.init({**QUIET, **settings})
     torch.manual_seed(0)
     model = sw.DistributedModel(Net())
     updates = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=lr), **scaling)
-
-    @sw.step
-    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        model.backward(loss)
-        return loss
-
+    train = sw.step(train_language)
     losses, scales, dtypes = [], [], set()
     for x, y in batches(STEPS):
         updates.zero_grad()
@@ -84,10 +77,9 @@ def check(found: Any, dtype: torch.dtype, microbatches: int, *, exactly: bool, l
                 torch.testing.assert_close(own_state[name], value, rtol=0.05, atol=STEPS * 2 * lr)
 
 
-@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "zb_h1"])
-def test_a_pipeline_in_bfloat16_is_the_plain_loop(kind):
-    settings = {"bf16": True, "microbatches": 4, "pipeline": kind}
-    check(run_ranks(training, 2, settings), torch.bfloat16, 4, exactly=kind == "1f1b")
+def test_a_pipeline_in_bfloat16_is_the_plain_loop():
+    settings = {"bf16": True, "microbatches": 4, "pipeline": "zb_h1"}
+    check(run_ranks(training, 2, settings), torch.bfloat16, 4, exactly=False)
 
 
 REPLICAS = (
@@ -102,11 +94,7 @@ REPLICAS = (
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [
-        *((REPLICAS[2], "fp16"), (REPLICAS[4], "bf16")),
-        *(in_sweep(REPLICAS[number], "bf16") for number in range(4)),
-        *(in_sweep(REPLICAS[number], "fp16") for number in (0, 1, 3, 4)),
-    ],
+    [(REPLICAS[2], "fp16"), (REPLICAS[4], "bf16")],
 )
 def test_replicas_in_16_bits(settings, name):
     dtype, scaling = (torch.bfloat16, {}) if name == "bf16" else (torch.float16, {"static_loss_scale": 64.0})
@@ -118,8 +106,6 @@ def test_small_updates_are_not_lost():
     """Each is less than half of what bfloat16 can tell apart."""
 
     def run():
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "bf16": True, "data_parallel_degree": 2})
         model = sw.DistributedModel(nn.Linear(64, 1, bias=False))
         nn.init.ones_(model.module.weight)
@@ -159,8 +145,6 @@ class Overflows(nn.Module):
 
 
 def overflows(settings, **scaling):
-    import shardwright.torch as sw
-
     sw.init({**QUIET, "fp16": True, **settings})
     torch.manual_seed(0)
     model = sw.DistributedModel(Overflows())
@@ -211,8 +195,6 @@ def test_the_mean_of_large_gradients_in_16_bits_is_no_infinity(shared):
     """Two replicas of a model that the script had halved itself summed 40000 twice, which float16 has not."""
 
     def job():
-        import shardwright.torch as sw
-
         settings = {"pipeline_parallel_degree": 1, "sdp_param_persistence_threshold": 0, **shared}
         sw.init({**QUIET, **settings})
         torch.manual_seed(0)  # of some weights the loss itself is more than float16 has

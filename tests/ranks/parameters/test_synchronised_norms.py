@@ -1,4 +1,7 @@
-"""`nn.SyncBatchNorm` over replicas, each of any pipeline: the statistics of all their samples."""
+"""`nn.SyncBatchNorm` over replicas, each of any pipeline: the statistics of all their samples.
+
+Models built without memory train as models built in the ordinary way.
+"""
 
 import copy
 from typing import Any
@@ -6,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import QUIET
+from stacks import train as squares
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright.torch as sw
-from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
@@ -75,7 +79,7 @@ def differences(pipeline: int, microbatches: int, group: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("ranks", "pipeline", "microbatches", "group"),
-    [(4, 2, 2, ""), (4, 2, 1, "replicas"), (2, 1, 2, "world"), in_sweep(2, 2, 2, "")],
+    [(4, 2, 2, ""), (4, 2, 1, "replicas"), (2, 1, 2, "world")],
 )
 def test_statistics_of_all_replicas(ranks: int, pipeline: int, microbatches: int, group: str):
     """With a pipeline, the layer waited for the other stages as for replicas; on CPUs it was refused."""
@@ -109,3 +113,79 @@ def test_norms_that_cannot_be_synchronised():
     for between, stages in run_ranks(refusals, 4):
         assert "affine=False" in between
         assert "ranks [0, 1, 2, 3], but of these only" in stages
+
+
+WIDTH = 80
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
+
+
+def losses(settings, *, delayed, initialize=None):
+    sw.init({**QUIET, **settings})
+    with sw.delay_param_initialization(enabled=delayed):
+        model = build()
+    assert all(layer.is_meta is delayed for layer in model.parameters() if layer.dim() == 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = sw.DistributedModel(model)
+    optimizer = sw.DistributedOptimizer(optimizer)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = (model(x) - x).square().mean()
+        model.backward(loss)
+        return loss
+
+    found = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(8, WIDTH, generator=generator)
+        optimizer.zero_grad()
+        found.append(train(model, x).reduce_mean().item())
+        optimizer.step()
+    return found, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(1, {}), (2, {"microbatches": 2}), (2, {"sharded_data_parallel_degree": 2})],
+)
+def test_it_trains_as_otherwise(ranks, settings):
+    expected = run_ranks(losses, ranks, settings, delayed=False)
+    found = run_ranks(losses, ranks, settings, delayed=True)
+    for (own, state), (own_expected, expected_state) in zip(found, expected, strict=True):
+        assert own == own_expected
+        assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+
+
+def memory_of_a_rank(settings):
+    """The most elements of parameters that had memory at once, beside what they all are."""
+    import shardwright.torch.sharding.sharding as sharding
+
+    sw.init({**QUIET, **settings})
+    with sw.delay_param_initialization():
+        model = build()
+    made = []
+    original = sharding.recorded_values
+    sharding.recorded_values = lambda parameter: made.append(parameter.numel()) or original(parameter)
+    wrapped = sw.DistributedModel(model)
+    waiting = sum(p.numel() for p in model.parameters() if p.is_meta)
+    train = sw.step(squares)
+    train(wrapped, torch.ones(4, WIDTH))
+    return waiting, made
+
+
+def test_shared_parameters_are_made_one_by_one_and_cut():
+    for waiting, made in run_ranks(memory_of_a_rank, 2, {"sharded_data_parallel_degree": 2}):
+        assert waiting == 5 * WIDTH**2
+        assert made == [WIDTH**2] * 5
+
+
+def test_in_bfloat16():
+    settings = {"sharded_data_parallel_degree": 2, "bf16": True}
+    expected = run_ranks(losses, 2, settings, delayed=False)
+    found = run_ranks(losses, 2, settings, delayed=True)
+    assert [own for own, _ in found] == [own for own, _ in expected]

@@ -5,35 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from stacks import train as squares
 from torch import Tensor, nn
-from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
+from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import Stack
 
+import shardwright.torch as sw
 from shardwright.testing import RanksFailedError, run_ranks
 
-KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 OTHER_LENGTHS = (*(Iteration(length=length) for length in (12, 7, 12)), EVALUATION)
-# Each schedule is traced anew, which takes most of the time of these tests: they run the first of theirs, and
-# the others in the sweep.
 
 
-def compare(build: Any, *kinds: str, whole: bool, **settings: Any) -> None:
-    """In the sweep with all the schedules, else with the first."""
+def check(build: Any, kind: str) -> None:
     recipe = Recipe(build=build, batch=features, loss=classify)
-    cases = {
-        kind: Case(
-            config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
-            iterations=OTHER_LENGTHS,
-        )
-        for kind in (kinds if whole else kinds[:1])
-    }
-    assert run_ranks(differences_by_case, 2, recipe, cases, timeout_s=60) == [{}] * 2
-
-
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "all"])
-def check(request):
-    return partial(compare, whole=request.param)
+    config = {"microbatches": 4, "profile": "estimated", "pipeline": kind}
+    assert run_ranks(differences, 2, recipe, Case(config=config, iterations=OTHER_LENGTHS)) == [[], []]
 
 
 class Table(nn.Module):
@@ -100,9 +87,8 @@ class AddsTable(Stack):
 
 
 @pytest.mark.parametrize("kind", [TableInABuffer, TableBehindLruCache])
-def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
-    number = 1 + (kind is TableBehindLruCache)
-    check(partial(AddsTable, kind), *KINDS[number:], *KINDS[:number])
+def test_a_table_is_computed_once_and_found_by_later_microbatches(kind):
+    check(partial(AddsTable, kind), "interleaved_1f1b" if kind is TableInABuffer else "zb_v")
 
 
 class WarmsUp(Stack):
@@ -144,26 +130,18 @@ class ReturnsEarlier(WarmsUp):
         return x * 0.1 if first else x
 
 
-def test_later_microbatches_may_leave_out_what_is_behind_the_last_layer(check):
+def test_later_microbatches_may_leave_out_what_is_behind_the_last_layer():
     """Every rank runs that as it is, once it differs from the trace."""
     check(ReturnsEarlier, "1f1b")
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        ScalesOnce,
-    ],
-)
-def test_other_operations_that_have_a_place_are_refused(check, build):
+def test_other_operations_that_have_a_place_are_refused():
     with pytest.raises(RanksFailedError, match="takes another path than when it was traced"):
-        check(build, "1f1b")
+        check(ScalesOnce, "1f1b")
 
 
 def test_a_script_may_throw_a_table_away():
     def run():
-        import shardwright.torch as sw
-
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float64)
         module = AddsTable(Table)
@@ -171,13 +149,7 @@ def test_a_script_may_throw_a_table_away():
         plain.load_state_dict(module.state_dict())
         sw.init({"microbatches": 4, "profile": "estimated", "run_dir": "off", "pipeline": "interleaved_1f1b"})
         model = sw.DistributedModel(module)
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
+        train = sw.step(squares)
         losses = []
         for scale in (0.1, 0.3, 0.3, 0.2):
             x = torch.randn(8, 12, plain.head.in_features)
@@ -195,18 +167,10 @@ def test_a_script_may_throw_a_table_away():
 
 def test_a_table_that_became_a_buffer_is_in_the_state_of_the_model():
     def run():
-        import shardwright.torch as sw
-
         torch.manual_seed(0)
         sw.init({"microbatches": 4, "profile": "estimated", "run_dir": "off", "pipeline": "1f1b"})
         model = sw.DistributedModel(AddsTable(TableInALateBuffer))
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
+        train = sw.step(squares)
         train(model, torch.randn(8, 12, model.module.head.in_features))
         return model.state_dict()["positions.kept"]
 

@@ -7,41 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transparency import Case, Iteration, Recipe, differences_by_case
+from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import WIDTH, Block, Stack
 
-from choices import in_sweep, thorough
+from choices import thorough
 from shardwright.testing import RanksFailedError, run_ranks
 
-KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
-
-
-# Each is traced anew with each schedule, which takes most of the time of these tests: each model has one of
-# its schedules in every run, and the others in the sweep.
 ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
 
 
-def beginning_with(kind: str) -> tuple[str, ...]:
-    """All schedules, of which the first is for every run."""
-    return (kind, *(other for other in KINDS if other != kind))
-
-
-def compare(build: Any, *kinds: str, whole: bool, **settings: Any) -> None:
+def check(build: Any, kind: str, **settings: Any) -> None:
     recipe = Recipe(build=build, batch=features, loss=classify)
-    cases = {
-        kind: Case(
-            config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
-            iterations=ITERATIONS,
-        )
-        for kind in (kinds if whole else kinds[:1])
-    }
-    assert run_ranks(differences_by_case, 2, recipe, cases, timeout_s=60) == [{}] * 2
-
-
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "all"])
-def check(request):
-    return partial(compare, whole=request.param)
+    config = {"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings}
+    assert run_ranks(differences, 2, recipe, Case(config=config, iterations=ITERATIONS)) == [[], []]
 
 
 class Expert(Block):
@@ -136,7 +115,7 @@ class ScalesByTheFirst(Stack):
     ],
     ids=["of a unit", "random"],
 )
-def test_what_only_the_first_microbatch_computes_is_refused(check, build):
+def test_what_only_the_first_microbatch_computes_is_refused(build):
     message = "takes another path than when it was traced|goes from one microbatch to the next"
     with pytest.raises(RanksFailedError, match=message):
         check(build, "1f1b")
@@ -176,17 +155,8 @@ class LooksBackOften(Stack):
         self.blocks = nn.ModuleList(LooksBack() for _ in range(8))
 
 
-@pytest.mark.parametrize(
-    ("recompute", "kind"),
-    [
-        ("none", "interleaved_1f1b"),
-        in_sweep("full", "1f1b"),
-        *(in_sweep("none", kind) for kind in ("gpipe", "1f1b", "zb_v")),
-        *(in_sweep("full", kind) for kind in ("gpipe", "interleaved_1f1b", "zb_v")),
-    ],
-)
-def test_a_backward_finds_what_its_own_forward_left(check, recompute, kind):
-    check(LooksBackOften, kind, activation_checkpointing=recompute)
+def test_a_backward_finds_what_its_own_forward_left():
+    check(LooksBackOften, "interleaved_1f1b", activation_checkpointing="none")
 
 
 class Adapted(nn.Module):
@@ -251,36 +221,24 @@ class HasASecondHalf(Stack):
         (HasASecondHalf, "1f1b"),
     ],
 )
-def test_what_a_forward_puts_back_at_its_end_is_its_own_until_then(check, build, first):
-    check(build, *beginning_with(first))
+def test_what_a_forward_puts_back_at_its_end_is_its_own_until_then(build, first):
+    check(build, first)
 
 
 @pytest.mark.parametrize(
     ("block", "first"),
     [(Expert, "interleaved_1f1b"), thorough(Routes, "1f1b")],
 )
-def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(check, block, first):
-    check(lambda: SumsAttributes(block), *beginning_with(first))
+def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(block, first):
+    check(lambda: SumsAttributes(block), first)
 
 
-@pytest.mark.parametrize(
-    ("build", "first"),
-    [
-        (KeepsWhatItSaw, "zb_v"),
-    ],
-)
-def test_every_microbatch_finds_what_it_wrote(check, build, first):
-    check(build, *beginning_with(first))
+def test_every_microbatch_finds_what_it_wrote():
+    check(KeepsWhatItSaw, "zb_v")
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (Remembers, "the attribute before of the model (Remembers) is read at "),
-    ],
-)
-def test_what_the_next_microbatch_would_have_to_wait_for_is_refused(check, build, message):
+def test_what_the_next_microbatch_would_have_to_wait_for_is_refused():
     with pytest.raises(RanksFailedError) as caught:
-        check(build, "interleaved_1f1b")
-    assert message in str(caught.value)
+        check(Remembers, "interleaved_1f1b")
+    assert "the attribute before of the model (Remembers) is read at " in str(caught.value)
     assert "test_module_attributes.py:" in str(caught.value)

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from sharded import QUIET, Net, batches, loss_of
 from torch import Tensor
 
+import shardwright.torch as sw
 from shardwright.testing import run_ranks
+from shardwright.torch.execution import program_maker
 
 STEPS = 12
 shown: list[str] = []
@@ -35,9 +37,6 @@ def ignores_an_array(model: Any, x: Tensor, y: Tensor, step: int, array: Any) ->
 
 def train(function: Callable[..., Any], **settings: Any) -> Any:
     """The results of each step, and in which of them anything was traced."""
-    import shardwright.torch as sw
-    from shardwright.torch.execution import program_maker
-
     shown.clear()
     num_traces, plain_trace = 0, program_maker.trace_step
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwright.torch as sw
 from shardwright.testing import run_ranks
 
 WIDTH = 8
@@ -67,8 +68,6 @@ class AppendsSometimes(Block):
         self.calls = 0
 
     def forward(self, x: Tensor, *containers: list[Tensor]) -> Tensor:
-        import shardwright.torch as sw
-
         y = super().forward(x)
         self.calls += not sw.is_tracing()
         if self.calls > 1:
@@ -107,8 +106,6 @@ class Model(nn.Module):
 
 def compared(build: Callable[[], nn.Module]) -> tuple[float, float] | str:
     """The loss of a step over two stages and that of a plain loop; an error's type and text."""
-    import shardwright.torch as sw
-
     sw.init(
         {
             "pipeline_parallel_degree": 2,

@@ -6,22 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stacks import QUIET, Stack, apart, batches, start, trainer
+from stacks import QUIET, Stack, apart, batches, start
+from stacks import train as squares
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import WIDTH
 from zoo_modules import Stack as Blocks
 
-from choices import in_sweep
+import shardwright.torch as sw
 from shardwright.testing import RanksFailedError, run_ranks
-
-# ---- states ----------------------------------------------------------------------------------------------
 
 
 def wrap_again() -> None:
     sw, _, model = start(Stack, {})
-    trainer(sw)(model, batches(0, 1)[0])
+    sw.step(squares)(model, batches(0, 1)[0])
     sw.shutdown()
     sw.init({**QUIET, "pipeline_parallel_degree": 1})
     sw.DistributedModel(model.module)
@@ -38,7 +37,7 @@ def test_a_model_that_an_earlier_run_has_spread():
 def states_of_two_moments() -> list[bool]:
     sw, _, model = start(Stack, {})
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-    train = trainer(sw)
+    train = sw.step(squares)
     train(model, batches(0, 1)[0])
     before = model.state_dict()
     copied = copy.deepcopy(before)
@@ -61,13 +60,10 @@ def test_a_state_is_of_one_moment_and_complete_under_every_prefix():
     assert run_ranks(states_of_two_moments, 2) == [[True] * 5] * 2
 
 
-# ---- scalers ---------------------------------------------------------------------------------------------
-
-
 def load_state_of_optimizer(of_first: bool) -> list[str]:
     """Goes back to what a plain and a wrapped model were after the first step; names of what then differs."""
     sw, plain, model = start(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), {})
-    train, (x,) = trainer(sw), batches(0, 1)
+    train, (x,) = sw.step(squares), batches(0, 1)
     pairs: list[tuple[Any, Any]] = [(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))]
     own = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     pairs.append((model, sw.DistributedOptimizer(own)))
@@ -99,9 +95,6 @@ def test_each_rank_goes_back_to_the_state_of_its_optimizer():
     assert run_ranks(load_state_of_optimizer, 2, of_first=False) == [[], []]
 
 
-# ---- replicas --------------------------------------------------------------------------------------------
-
-
 class Codebook(Blocks):
     """Reads what it has learned from data, between blocks and inside one."""
 
@@ -119,13 +112,12 @@ class Codebook(Blocks):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), in_sweep(4, 2)])
-def test_replicas_go_on_with_the_buffers_of_the_first(num_ranks, stages):
+def test_replicas_go_on_with_the_buffers_of_the_first():
     """Each had its own, which drifted apart while the parameters that read them were averaged."""
-    config = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": stages}
+    config = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 1}
     recipe = Recipe(build=Codebook, batch=features, loss=classify)
     case = Case(config=config, iterations=[Iteration(), Iteration(), EVALUATION, Iteration(), EVALUATION])
-    assert run_ranks(differences, num_ranks, recipe, case) == [[]] * num_ranks
+    assert run_ranks(differences, 2, recipe, case) == [[]] * 2
 
 
 class Counting(Stack):
@@ -153,7 +145,7 @@ def balance(config: dict[str, Any]) -> list[float]:
             count.zero_()
 
     optimizer.optimizer.register_step_pre_hook(sum_over_replicas)
-    train, found = trainer(sw), []
+    train, found = sw.step(squares), []
     for number in range(3):
         xs = batches(number, sw.dp_size())
         train(model, xs[sw.dp_rank()])
@@ -175,7 +167,7 @@ def test_a_hook_before_the_update_sees_what_its_own_replica_has_counted(config):
 def train_with_another_head(when: str, stages: int) -> list[str]:
     config = {"pipeline_parallel_degree": stages}
     sw, plain, model = start(Stack, config)
-    train = trainer(sw)
+    train = sw.step(squares)
     for number in range(2):
         if (number, when) in ((0, "before"), (1, "after")):
             torch.manual_seed(sw.rank())
@@ -204,20 +196,15 @@ def test_a_head_that_comes_after_the_wrapping_is_averaged_over_replicas():
         run_ranks(train_with_another_head, 4, "after", 2)
 
 
-# ---- a script that goes on with what another has saved ---------------------------------------------------
-
-
 def train_and_save(saved: list[Any], device: str) -> list[Any]:
     """Two steps from what was saved, or four from the beginning; what is there after two and in the end."""
-    import shardwright.torch as sw
-
     sw.init(QUIET)
     torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
     model = sw.DistributedModel(whole.to(device) if saved else whole)
     optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    train, found = trainer(sw), []
+    train, found = sw.step(squares), []
     if saved:
         for owner, state in zip((model, optimizer, schedule), saved[sw.rank()], strict=True):
             owner.load_state_dict(state)
@@ -235,18 +222,14 @@ def train_and_save(saved: list[Any], device: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("device", ["cpu", in_sweep("meta")])
-def test_states_are_loaded_before_the_first_step(device):
+def test_states_are_loaded_before_the_first_step():
     """On the meta device the moments were lost; elsewhere a rank's own did not fit the whole model's."""
     whole = run_ranks(train_and_save, 2, [], "cpu")
-    again = run_ranks(train_and_save, 2, [states[1] for states in whole], device)
+    again = run_ranks(train_and_save, 2, [states[1] for states in whole], "cpu")
     for expected, found in zip(whole, again, strict=True):
         names = [states[-1][1].pop("parameter_names") for states in (expected, found)]
         assert names[0] == names[1]
         torch.testing.assert_close(found[-1], expected[-1], rtol=0, atol=0)
-
-
-# ---- optimizers in the backward, complex numbers ---------------------------------------------------------
 
 
 def step_in_the_backward(config: dict[str, Any]) -> None:
@@ -254,7 +237,7 @@ def step_in_the_backward(config: dict[str, Any]) -> None:
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
-    trainer(sw)(model, batches(0, 1)[0])
+    sw.step(squares)(model, batches(0, 1)[0])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -279,19 +262,15 @@ class ComplexBlock(nn.Module):
 def train_complex_layers(config: dict[str, Any]) -> list[str]:
     sw, plain, model = start(lambda: nn.Sequential(*(ComplexBlock() for _ in range(8))), config)
     (x,) = batches(0, 1)
-    trainer(sw)(model, x)
+    sw.step(squares)(model, x)
     for part in x.tensor_split(4):
         (plain(part).square().mean() / 4).backward()
     return apart(plain, model)
 
 
-@pytest.mark.parametrize("pipeline", ["zb_h1", in_sweep("zb_v")])
-def test_complex_layers_under_zero_bubble(pipeline):
+def test_complex_layers_under_zero_bubble():
     """Their gradients were not conjugated."""
-    assert run_ranks(train_complex_layers, 2, {"pipeline": pipeline}) == [[], []]
-
-
-# ---- where parameters are --------------------------------------------------------------------------------
+    assert run_ranks(train_complex_layers, 2, {"pipeline": "zb_h1"}) == [[], []]
 
 
 class AsksWhereItIs(Stack):
@@ -305,7 +284,7 @@ class AsksWhereItIs(Stack):
 def train_where_it_is() -> list[str]:
     sw, plain, model = start(AsksWhereItIs, {})
     (x,) = batches(0, 1)
-    trainer(sw)(model, x)
+    sw.step(squares)(model, x)
     for part in x.tensor_split(4):
         (plain(part).square().mean() / 4).backward()
     return apart(plain, model)

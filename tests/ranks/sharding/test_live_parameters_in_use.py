@@ -10,19 +10,10 @@ from sharded import VOCABULARY, Net, batches, loss_of
 from test_live_parameters import start, trains_the_same
 from torch import Tensor, nn
 
-from choices import in_every_run, in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
-# A bound that few parameters fit in, and one that is not reached.
-BOUNDS = [600, 10**9]
-with_bounds = pytest.mark.parametrize("most", in_every_run(BOUNDS, [600]))
-
-
-def with_few(name: str, values: list[Any]) -> Any:
-    """Each value with the first bound; the rest is in the sweep."""
-    few = [(value, 600) for value in values]
-    rest = [in_sweep(value, 10**9) for value in values]
-    return pytest.mark.parametrize((name, "most"), [*few, *rest])
+FEW = 600
+"""A bound that few parameters fit in."""
 
 
 class Mixed(nn.Module):
@@ -47,17 +38,17 @@ class Mixed(nn.Module):
         return F.linear(h, self.embedding.weight)
 
 
-def mixed(most, microbatches):
+def mixed(microbatches):
     torch.manual_seed(0)
-    trains_the_same(Mixed(), loss_of, {"sdp_max_live_parameters": most, "microbatches": microbatches})
+    trains_the_same(Mixed(), loss_of, {"sdp_max_live_parameters": FEW, "microbatches": microbatches})
 
 
-@pytest.mark.parametrize(("microbatches", "most"), some_combinations([1, 2], BOUNDS))
-def test_parameters_are_saved_as_they_are(most, microbatches):
-    run_ranks(mixed, 2, most, microbatches)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_parameters_are_saved_as_they_are(microbatches):
+    run_ranks(mixed, 2, microbatches)
 
 
-def forces(most):
+def forces():
     """A model that differentiates in its forward, as those of molecules do."""
 
     class Forces(nn.Module):
@@ -76,7 +67,7 @@ def forces(most):
 
     torch.manual_seed(0)
     model = Forces()
-    sw, plain, wrapped = start({"sdp_max_live_parameters": most}, model)
+    sw, plain, wrapped = start({"sdp_max_live_parameters": FEW}, model)
 
     @sw.step
     def evaluate(model: Any, x: Tensor) -> Tensor:
@@ -88,14 +79,13 @@ def forces(most):
         torch.testing.assert_close(wrapped(x), plain(x))
 
 
-@with_bounds
-def test_a_forward_that_differentiates_in_an_evaluation(most):
-    run_ranks(forces, 2, most)
+def test_a_forward_that_differentiates_in_an_evaluation():
+    run_ranks(forces, 2)
 
 
-def fails_and_goes_on(most, where, every):
+def fails_and_goes_on(where, every):
     settings = {"microbatches": 2, "every": every, "bucket": 1200}
-    sw, plain, model = start({**settings, "sdp_max_live_parameters": most}, Net())
+    sw, plain, model = start({**settings, "sdp_max_live_parameters": FEW}, Net())
     calls = []
 
     class Fails(torch.autograd.Function):
@@ -138,26 +128,21 @@ def fails_and_goes_on(most, where, every):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@with_few("failing", list(product(["forward", "backward"], [False, True])))
-def test_a_step_after_one_that_failed(most, failing):
-    where, every = failing
-    run_ranks(fails_and_goes_on, 2, most, where, every)
+@pytest.mark.parametrize(("where", "every"), list(product(["forward", "backward"], [False, True])))
+def test_a_step_after_one_that_failed(where, every):
+    run_ranks(fails_and_goes_on, 2, where, every)
 
 
-def transforms(most):
+def transforms():
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         inner = getattr(model, "module", model)
         h = inner.embedding(x)
         slope = torch.func.grad(lambda z: inner.mix(z).square().sum())(h.detach())
         return loss_of(model, x, y) + slope.square().mean()
 
-    trains_the_same(Net(), loss, {"sdp_max_live_parameters": most})
+    trains_the_same(Net(), loss, {"sdp_max_live_parameters": FEW})
 
 
-@with_bounds
-def test_transforms_of_functions(most):
-    if most == 10**9:
-        run_ranks(transforms, 2, most)
-    else:
-        with pytest.raises(RanksFailedError, match="raise sdp_max_live_parameters"):
-            run_ranks(transforms, 2, most)
+def test_transforms_of_functions():
+    with pytest.raises(RanksFailedError, match="raise sdp_max_live_parameters"):
+        run_ranks(transforms, 2)

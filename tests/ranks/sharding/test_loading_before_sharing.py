@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from stacks import train as squares
 from torch import nn
 
+import shardwright.torch as sw
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated", "timeout_s": 30}
@@ -14,8 +16,6 @@ def layers():
 
 
 def first_loss(degree, how):
-    import shardwright.torch as sw
-
     sw.init({**QUIET, "sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 0})
     torch.manual_seed(7)
     if how == "recorded":
@@ -27,13 +27,7 @@ def first_loss(degree, how):
     model = sw.DistributedModel(module)
     torch.manual_seed(3)
     model.load_state_dict(layers().state_dict())
-
-    @sw.step
-    def train(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train = sw.step(squares)
     loss = train(model, torch.arange(24.0).reshape(4, 6) / 24).reduce_mean().item()
     return loss, {name: value.tolist() for name, value in model.state_dict().items() if "weight" in name}
 

@@ -1,14 +1,21 @@
-"""What scripts do with shared parameters between steps gives what ordinary tensors give, or is refused."""
+"""What scripts do with shared parameters between steps gives what ordinary tensors give, or is refused.
+
+Whole gradients of shared parameters are there for a moment only.
+"""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from sharded import QUIET, on_hosts
+from sharded import QUIET, on_hosts, sharded_training
+from stacks import train as squares
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import shardwright.torch as sw
 from choices import some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -117,20 +124,12 @@ def same(a: Any, b: Any) -> bool:
 
 def start(ranks_per_host: int, rows: int):
     on_hosts(ranks_per_host)
-    import shardwright.torch as sw
-
     sw.init(SETTINGS)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 4)).double()
     ordinary = copy.deepcopy(module)
     model = sw.DistributedModel(module)
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train = sw.step(squares)
     x = torch.ones(2, 4, dtype=torch.float64)
     train(model, x)
     ordinary(x).square().mean().backward()
@@ -193,10 +192,6 @@ def test_a_gradient_hook_registered_between_steps(ranks_per_host):
 
 
 def loads_the_state_of_another_rank(settings):
-    import torch.distributed as dist
-
-    import shardwright.torch as sw
-
     sw.init({**QUIET, **settings})
     model = sw.DistributedModel(nn.Linear(4, 4))
     updates = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
@@ -226,8 +221,6 @@ def test_the_state_of_another_rank(settings):
 
 
 def unwrapped(settings):
-    import shardwright.torch as sw
-
     sw.init({**QUIET, **settings})
     model = sw.DistributedModel(nn.Linear(4, 4))
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()  # of another model
@@ -250,3 +243,31 @@ def module_called():
 def test_a_call_of_the_module_with_gradients():
     with pytest.raises(RanksFailedError, match="belongs inside a function decorated"):
         run_ranks(module_called, 2)
+
+
+def whole_gradients_at_once(settings):
+    """The most buckets whose whole gradients were there at once, and how many there were."""
+    from shardwright.comm.collectives import shardwright_process_group
+
+    held, most = [], 0
+
+    class Watched(shardwright_process_group.TwoHopSum):
+        def __init__(self, data, **more):
+            nonlocal most
+            held.append(StorageWeakRef(data.untyped_storage()))
+            most = max(most, sum(not reference.expired() for reference in held))
+            super().__init__(data, **more)
+
+    shardwright_process_group.TwoHopSum = Watched
+    sharded_training({**settings, "bucket": 500}, steps=1)
+    return most, len(held)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sharded_data_parallel_degree": 2}, {"sharded_data_parallel_degree": 4, "ddp_dist_backend": "gloo"}],
+)
+def test_whole_gradients_are_let_go_while_the_backward_runs(settings):
+    """They were kept to the end of the step, so that sharing saved no memory of gradients at the peak."""
+    for most, buckets in run_ranks(whole_gradients_at_once, 4, settings):
+        assert most <= 3 < buckets

@@ -19,12 +19,3 @@ def test_layers_and_sequences_at_once():
     """Two ranks share layers, two share sequences whose lengths are uneven; norms are counted once."""
     cut_again = case(2, CUT_AGAIN, iterations=UNEVEN, clip=clip_norm)
     check(language(tied=True, dropout=0.1), {"cut again between layers": cut_again}, num_ranks=4)
-
-
-@pytest.mark.sweep
-def test_whole_sequences_between_layers_and_offload():
-    cases = {
-        "whole between layers": case(2, WHOLE, iterations=UNEVEN, clip=clip_norm),
-        "offloaded": case(2, {**WHOLE, "offload_activations": True}, iterations=UNEVEN),
-    }
-    check(language(tied=True, dropout=0.1), cases, num_ranks=4)

@@ -13,7 +13,7 @@ from test_shared_sequences import clip_norm
 from torch import Tensor
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 
-from choices import in_sweep, thorough
+import shardwright.torch as sw
 from shardwright.testing import run_ranks
 
 
@@ -46,27 +46,19 @@ def test_a_shape_that_comes_later_is_traced_alike_on_all_ranks():
     check(sparse("Mixtral"), {"a step": case(2, iterations=(uneven,))}, num_ranks=2)
 
 
-@pytest.mark.parametrize("kind", [in_sweep("stages"), in_sweep("replicas"), thorough("shards")])
-def test_stages_replicas_and_shards_of_listed_experts(kind):
-    steps = (Iteration(length=6),) * 2
-    recomputed = {"pipeline_parallel_degree": 1, "activation_checkpointing": "full"}
-    shards = {
+@pytest.mark.thorough
+def test_shards_of_listed_experts():
+    settings = {
         "pipeline_parallel_degree": 1,
         "sharded_data_parallel_degree": 2,
         "sdp_param_persistence_threshold": 20,
     }
-    cases = {
-        "stages": case(2, {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}, least_divided=0.0),
-        "replicas": case(2, recomputed, iterations=steps, least_divided=0.5),
-        "shards": case(2, shards, iterations=steps, clip=clip_norm, least_divided=0.0),
-    }
-    check(sparse("Mixtral", "Switch"), {kind: cases[kind]}, num_ranks=4)
+    shards = case(2, settings, iterations=(Iteration(length=6),) * 2, clip=clip_norm, least_divided=0.0)
+    check(sparse("Mixtral", "Switch"), {"shards": shards}, num_ranks=4)
 
 
 def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]:
     """Losses of steps with AdamW, from the newest checkpoint of the folder on; the last one is saved."""
-    import shardwright.torch as sw
-
     sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
     torch.manual_seed(0)
     model = sw.DistributedModel(SparseModel("Mixtral", "Qwen").double())

@@ -5,22 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_shared_layers import RECOMPUTED, WIDTH, adamw, case, check, language, sgd
+from test_shared_layers import WIDTH, adamw, case, check, language, sgd
 from torch import Tensor
 
-from choices import in_sweep
+import shardwright.torch as sw
 from shardwright.testing import run_ranks
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2}
 TENSOR = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1}
-SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
 
 
 def training(settings: dict[str, Any], make: Any = adamw, **scaling: Any):
     """(losses, gradients, state, types, elements of master weights) of a rank, after three steps."""
-    import shardwright.torch as sw
-    from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
-
     recipe = language()
     sw.init({**QUIET, **settings})
     torch.manual_seed(0)
@@ -85,37 +82,20 @@ def compare(num_ranks: int, settings: dict[str, Any], dtype: torch.dtype, limit:
     return whole, found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "settings", "num_ranks"),
-    [
-        (torch.bfloat16, TENSOR, 2),
-        in_sweep(torch.float16, {**TENSOR, **RECOMPUTED, "pipeline_parallel_degree": 2}, 4),
-        in_sweep(torch.bfloat16, {**TENSOR, "shard_optimizer_state": True}, 4),
-        in_sweep(torch.float16, {**TENSOR, **SHARDED}, 4),
-        in_sweep(torch.bfloat16, {**TENSOR, "data_parallel_degree": 2}, 4),
-        in_sweep(torch.bfloat16, {**TENSOR, **SHARDED, "pipeline_parallel_degree": 2}, 8),
-        in_sweep(torch.float16, TENSOR, 2),
-    ],
-)
-def test_16_bits(dtype, settings, num_ranks):
-    limit, scaling = (1e-2, {}) if dtype is torch.bfloat16 else (2e-3, {"static_loss_scale": 64.0})
-    whole, found = compare(num_ranks, settings, dtype, limit, **scaling)
-    num_parts = num_ranks // (2 if settings == {**TENSOR, "data_parallel_degree": 2} else 1)
-    assert whole[-1] <= sum(each[-1] for each in found) < 1.1 * whole[-1] * num_ranks / num_parts
+def test_16_bits():
+    whole, found = compare(2, TENSOR, torch.bfloat16, 1e-2)
+    assert whole[-1] <= sum(each[-1] for each in found) < 1.1 * whole[-1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, in_sweep(torch.float16)])
-def test_autocast(dtype):
+def test_autocast():
     """Parameters stay in float32; products are in 16 bits."""
     recipe = replace(language(layers=2), dtype=torch.float32)
-    cases = {"": case(2, autocast=dtype, optimizer=sgd, tolerance=0.03)}
+    cases = {"": case(2, autocast=torch.bfloat16, optimizer=sgd, tolerance=0.03)}
     check(recipe, cases, num_ranks=2)
 
 
 def test_double_precision_is_not_touched():
     def on_rank():
-        import shardwright.torch as sw
-
         sw.init({**QUIET, **TENSOR})
         model = sw.DistributedModel(language().build().double())
         return model.replicas.updated_parts

@@ -1,7 +1,15 @@
-"""What a run with ranks that share layers or sequences sends is what its plan says, to the byte."""
+"""What a run with ranks that share layers or sequences sends is what its plan says, to the byte.
+
+Ranks that share layers offload their parts of what units keep: exact, and in the memory of the plan.
+
+Every storage is offloaded, however small, so that models of a few kilobytes show it.
+"""
 
 import gc
+from collections.abc import Mapping
+from typing import Any
 from unittest import mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,9 +17,12 @@ import torch.nn.functional as F
 from language_models import WORDS
 from listed_experts import SparseModel
 from searching import model_of
+from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, Recipe, case, language
+from torch import Tensor
+from transparency import Case, differences_by_case
 
 import shardwright.torch as sw
-from choices import combinations_of, in_every_run, in_sweep, thorough
+from choices import thorough
 from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.tensor_parallel.divide import settle_gradients
@@ -21,7 +32,6 @@ from shardwright.torch.tensor_parallel.rules import attention, ring_attention
 LAYERS = {"tensor_parallel_degree": 2}
 SEQUENCES = {"context_parallel_degree": 2}
 EXPERTS = {"expert_parallel_degree": 2}
-GRID = {**LAYERS, **SEQUENCES}
 BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 
 
@@ -83,41 +93,15 @@ def sent_and_planned(name, microbatches, settings):
 
 # T5: the gradients of its position biases, and of what its encoder gives, are added up over layers before
 # they are placed.
-@pytest.mark.parametrize(
-    ("name", "microbatches"),
-    combinations_of(["llama", "gpt2", "bert", "gpt_neox", "t5"], [1, 2], kept=[("llama", 2)]),
-)
-def test_bytes_are_those_of_the_plan(name, microbatches):
-    for sent, planned, calls in run_ranks(sent_and_planned, 2, name, microbatches, LAYERS, timeout_s=120):
+def test_bytes_are_those_of_the_plan():
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, "llama", 2, LAYERS, timeout_s=120):
         assert sent == planned > 0, calls
 
 
-@pytest.mark.parametrize(
-    "name", in_every_run(["llama", "llama, shifted", "gpt2", "bert", "gpt_neox"], ["llama"])
-)
 @pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
-def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
-    for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 2, settings, timeout_s=120):
+def test_bytes_of_shared_sequences_are_those_of_the_plan(settings):
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, "llama", 2, settings, timeout_s=120):
         assert sent == planned > 0, calls
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("llama", {**GRID, **BOTH}),
-        thorough("llama, shifted", {**GRID, **BOTH}),
-        *(in_sweep(name, settings) for name in ("gpt2", "bert") for settings in (GRID, {**GRID, **BOTH})),
-        in_sweep("llama", GRID),
-        in_sweep("llama, shifted", GRID),
-    ],
-)
-def test_bytes_of_layers_of_shared_sequences_are_those_of_the_plan(name, settings):
-    """The ranks with the last part of a sequence send most, and the plan has what they send."""
-    found = run_ranks(sent_and_planned, 4, name, 2, settings, timeout_s=200)
-    sent, planned, calls = found[-1]
-    assert sent == planned > 0, calls
-    assert max(each for each, _, _ in found) == sent
 
 
 def sent_and_planned_in_a_ring():
@@ -143,3 +127,56 @@ def test_bytes_of_a_ring_are_those_of_the_plan():
 def test_bytes_of_shared_experts_are_those_of_the_plan(name):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
         assert sent == planned > 0, calls
+
+
+OFFLOADS = {"offload_activations": True, "activation_loading_horizon": 1}
+
+
+def differences_when_offloaded(recipe: Recipe, cases: Mapping[str, Case]) -> tuple[dict[str, list[str]], int]:
+    """What differs, and how many storages left."""
+    from shardwright.torch.offload.disk import DiskTier
+
+    written = []
+    write = DiskTier.write
+
+    def count_write(tier: Any, memory: Tensor) -> Any:
+        written.append(memory.nbytes)
+        return write(tier, memory)
+
+    with (
+        patch("shardwright.torch.offload.offloading.LEAST_BYTES", 1),
+        patch.object(DiskTier, "write", count_write),
+    ):
+        return differences_by_case(recipe, cases), len(written)
+
+
+def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int) -> None:
+    found = run_ranks(differences_when_offloaded, num_ranks, recipe, cases, timeout_s=200)
+    assert [differences for differences, _ in found] == [{}] * num_ranks
+    assert all(num_written > 20 for _, num_written in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_ranks", [2, thorough(3)])
+def test_ranks_offload_their_parts(num_ranks: int) -> None:
+    cases = {
+        "other shapes, evaluations": case(num_ranks, OFFLOADS, iterations=CHANGING),
+        "inputs": case(num_ranks, {**OFFLOADS, **RECOMPUTED}),
+    }
+    check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("way", [thorough("stages and back"), thorough("shards")])
+def test_stages_and_shards_of_parts(way: str) -> None:
+    settings = {**OFFLOADS, "microbatches": 4}
+    shards = {
+        "pipeline_parallel_degree": 1,
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 1,
+    }
+    cases = {
+        "stages": case(2, {**settings, **SCHEDULES["1f1b"]}),
+        "stages and back": case(2, {**settings, **SCHEDULES["zb_v"]}),
+        "shards": case(2, {**settings, **shards}),
+    }
+    check(language(tied=True, dropout=0.1), {way: cases[way]}, num_ranks=4)

@@ -5,17 +5,19 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_shared_layers import language
 from torch import Tensor, nn
 
+import shardwright.torch as sw
+from shardwright.run.context import context
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2}
 
 
 def start(model: nn.Module, settings: dict[str, object]):
-    import shardwright.torch as sw
-
     sw.init({**QUIET, "tensor_parallel_degree": 2, **settings})
     torch.manual_seed(0)
     return sw, sw.DistributedModel(model.double())
@@ -33,10 +35,6 @@ def train(sw, model, batch: Tensor) -> Tensor:
 
 def test_ranks_with_different_degrees():
     def start_alone():
-        import torch.distributed as dist
-
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "tensor_parallel_degree": 1 + dist.get_rank()})
 
     for outcome in run_ranks_outcomes(start_alone, 2):
@@ -46,8 +44,6 @@ def test_ranks_with_different_degrees():
 
 def test_a_degree_that_does_not_divide_the_ranks():
     def start_all():
-        import shardwright.torch as sw
-
         sw.init({**QUIET, "tensor_parallel_degree": 3})
 
     with pytest.raises(
@@ -93,8 +89,6 @@ class SynchronisedBlock(nn.Sequential):
 )
 def test_a_module_that_cannot_be_divided_stays_whole(kind, text):
     def on_rank():
-        from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())
@@ -120,8 +114,6 @@ def test_a_module_that_looks_at_values_is_divided_and_traced_again():
     """Bug: a trace of divided parameters sent tensors without data to the other ranks."""
 
     def on_rank():
-        from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(8, 8), LooksAtValues(), nn.Linear(8, 8)).double()
         sw, model = start(copy.deepcopy(plain), {})
@@ -141,9 +133,6 @@ def test_a_plan_with_cuts_is_followed_from_its_file(tmp_path):
 
     def on_rank(path, plan):
         from pathlib import Path
-
-        from shardwright.run.context import context
-        from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
         recipe = language(layers=4)
         sw, model = start(recipe.build(), {"plan": plan} if plan else {})

@@ -1,17 +1,24 @@
-"""The search finds what people wrote down for these models, and more; and what it finds is exact."""
+"""The search finds what people wrote down for these models, and more; and what it finds is exact.
+
+What ranks measure before a plan is made: how long an operation on divided tensors takes.
+"""
+
+from typing import Any
 
 import pytest
 import torch
-from language_models import MODELS
-from searching import LAYERS, VARIANTS, model_of, searched, units
+from searching import LAYERS, searched, units
 from test_divided_models import compare
+from torch import nn
 
-from choices import in_every_run, in_sweep, some_combinations
-from model_units import loss_alone
+import shardwright.torch as sw
+from choices import some_combinations
 from shardwright.placement import WHOLE, Cut
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements
+from shardwright.torch.measuring import planning
+from shardwright.torch.measuring.device_rates import measured_operation_s
+from shardwright.torch.tensor_parallel.search import dry_run
 
 # Of a layer: the dimension that is cut, and segments in which it is.
 COLUMNS_THEN_ROWS = {
@@ -57,7 +64,7 @@ def of_unit(found, name):
     return own if name else {key: each for key, each in own.items() if not key.startswith(inner)}
 
 
-@pytest.mark.parametrize("name", in_every_run(LAYERS, ["llama", "gpt2", "t5"]))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_columns_then_rows(name):
     found = searched(name, 2)
     for prefix in LAYERS[name]:
@@ -83,16 +90,6 @@ def test_half_of_the_parameters_are_divided_over_more_ranks(name, num_ranks):
             assert layer[f"{key}.weight"].dim == dim, key
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), some_combinations(list(LAYERS), [2, 4]))
-def test_price_is_that_of_what_the_step_sends(name, num_ranks):
-    found, prices, seconds = searched(name, num_ranks), Prices(), 0.0
-    for unit_name, unit in units(name).items():
-        traffic = dry_run(unit, of_unit(found, unit_name), rank=0, num_ranks=num_ranks).traffic
-        seconds += traffic.calls.total() * prices.latency_s
-        seconds += traffic.sent_bytes.total() / prices.bandwidth_Bps
-    assert found.price.exchange_s == pytest.approx(seconds, rel=1e-9)
-
-
 def test_tied_embedding_is_cut_by_words_and_logits_are_not_gathered():
     sizes = {"vocab_size": 4096, "n_embd": 64}
     found = searched("gpt2", 2, **sizes)
@@ -114,45 +111,68 @@ def test_fewer_key_heads_than_ranks():
         assert cut == WHOLE or cut.dim == 1 or all(run.length % 32 == 0 for run in cut.runs)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "names"),
-    [
-        (2, ["gpt2 with dropout"]),
-        in_sweep(3, list(VARIANTS)),
-        in_sweep(4, ["llama", "t5", "mixtral", *VARIANTS]),
-    ],
-    ids=str,
-)
-def test_key_heads_fewer_than_ranks_uneven_heads_and_dropout(num_ranks, names):
+def test_key_heads_fewer_than_ranks_uneven_heads_and_dropout():
     """Also twice the same: dropout draws as one process does, whatever the ranks."""
 
     def on_rank():
-        once, again = (
-            {
-                name: compare(name, lambda *_, name=name: searched(name, num_ranks).placements)
-                for name in names
-            }
-            for _ in range(2)
-        )
+        name = "gpt2 with dropout"
+        once, again = (compare(name, lambda *_: searched(name, 2).placements) for _ in range(2))
         assert once == again
         return once
 
-    for errors in run_ranks(on_rank, num_ranks, timeout_s=240):
-        for name in names:
-            loss, gradient, worst, held, _ = errors[name]
-            assert loss < 1e-12, name
-            assert gradient < 1e-12, f"{name}: {worst}"
-            assert held < 0.75, name
+    for loss, gradient, worst, held, _ in run_ranks(on_rank, 2, timeout_s=240):
+        assert loss < 1e-12
+        assert gradient < 1e-12, worst
+        assert held < 0.75
 
 
-def test_the_model_stays_as_it_is():
-    model = model_of("gpt2")
-    before = dict(model.named_parameters())
-    ids = torch.zeros(4, 16, dtype=torch.int64)
-    whole = Unit(model, kwargs={"input_ids": ids, "labels": ids}, run=loss_alone)
-    found = find_placements(whole, num_ranks=2)
-    after = dict(model.named_parameters())
-    assert all(after[name] is each and each.grad is None for name, each in before.items())
-    # A whole model as one unit: its layers are alike all the same.
-    layers = [found.placements[f"transformer.h.{index}.mlp.c_fc.weight"] for index in range(2)]
-    assert layers == [Cut.even(1, MODELS["gpt2"][2]["n_embd"] * 4, num_ranks=2)] * 2
+def measured() -> float:
+    sw.init({"run_dir": "off", "tensor_parallel_degree": 2})
+    found = measured_operation_s(context())
+    sw.shutdown()
+    return found
+
+
+def test_all_ranks_take_one_price_of_an_operation():
+    first, second = run_ranks(measured, 2, timeout_s=60)
+    # Python's own time: no machine is so fast, or so busy, that it were outside of this.
+    assert 1e-6 < first == second < 5e-3
+
+
+def evaluated_first() -> tuple[list[float], list[bool]]:
+    with_gradients: list[bool] = []
+    division_of = planning.division_of
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with_gradients.append(torch.is_grad_enabled())
+        return division_of(*args, **kwargs)
+
+    planning.division_of = noted  # type: ignore[attr-defined]
+    sw.init({"run_dir": "off", "tensor_parallel_degree": 2, "microbatches": 1, "measure_s": 0.2})
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.ones(4, 64)
+    expected = plain(x).square().mean().item()
+    model = sw.DistributedModel(plain)
+    sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @sw.step
+    def evaluate(model, x):
+        return model(x).square().mean()
+
+    losses = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            losses.append(evaluate(model, x).reduce_mean().item() / expected)
+    planning.division_of = division_of  # type: ignore[attr-defined]
+    return losses, with_gradients
+
+
+def test_the_first_step_may_be_an_evaluation():
+    """The prices are those of a training step: measuring them needs gradients, where the script has none."""
+    found = run_ranks(evaluated_first, 2, timeout_s=120)
+    for losses, _ in found:
+        assert all(abs(ratio - 1) < 1e-5 for ratio in losses)
+    # Bug: parts of units were run without a backward, and layers shared as if there were none.
+    # Parts are timed on both ranks, which will compute at the same time.
+    assert [modes for _, modes in found] == [[True], [True]]

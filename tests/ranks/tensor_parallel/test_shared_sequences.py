@@ -8,11 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from language_models import MODELS, WORDS, all_in_64_bits
-from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, check, language
+from test_shared_layers import RECOMPUTED, SCHEDULES, adamw, check, language
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
-from choices import in_every_run, in_sweep, thorough
+import shardwright.torch as sw
+from choices import thorough
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.tensor_parallel.rules import ring_attention
 
@@ -25,13 +26,9 @@ def case(context: int, settings: Mapping[str, Any] | None = None, **more: Any) -
     return Case(config={**config, **(settings or {})}, **given)
 
 
-@pytest.mark.parametrize("num_ranks", [in_sweep(2), 3])
-def test_ranks_share_sequences(num_ranks):
-    cases = {"three steps": case(num_ranks, iterations=(Iteration(length=11),) * 3)}
-    if num_ranks == 2:
-        cases["other shapes, evaluations, gradients of two steps"] = case(2, iterations=CHANGING)
-        cases["recomputed"] = case(2, RECOMPUTED, optimizer_first=True)
-    check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
+def test_ranks_share_sequences():
+    cases = {"three steps": case(3, iterations=(Iteration(length=11),) * 3)}
+    check(language(tied=True, dropout=0.1), cases, num_ranks=3)
 
 
 @pytest.mark.thorough
@@ -39,34 +36,15 @@ def test_stages_of_shared_sequences():
     check(language(dropout=0.1), {"": case(2, {"microbatches": 4, **SCHEDULES["zb_v"]})}, num_ranks=4)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kinds", [in_sweep(("1f1b", "zb_h1", "zb_v")), thorough(("interleaved_1f1b",))])
-def test_recomputed_stages_of_shared_sequences(kinds):
-    cases = {kind: case(2, {"microbatches": 4, **SCHEDULES[kind]}) for kind in kinds}
-    cases["recomputed"] = case(
-        2, {"microbatches": 4, **SCHEDULES[kinds[-1]], **RECOMPUTED}, iterations=CHANGING
-    )
-    check(language(dropout=0.1), cases, num_ranks=4)
-
-
 def clip_norm(model: Any) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [in_sweep("two replicas"), in_sweep("in another order"), thorough("shards"), in_sweep("shared updates")],
-)
-def test_replicas_and_shards_of_shared_sequences(kind):
-    alone = {"pipeline_parallel_degree": 1}
-    shards = {**alone, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
-    cases = {
-        "two replicas": case(2, alone, iterations=CHANGING),
-        "in another order": case(2, {**alone, "placement_strategy": "TPD"}, clip=clip_norm),
-        "shards": case(2, shards, clip=clip_norm),
-        "shared updates": case(2, {**alone, "shard_optimizer_state": True}),
-    }
-    check(language(), {kind: cases[kind]}, num_ranks=4)
+@pytest.mark.thorough
+def test_replicas_and_shards_of_shared_sequences():
+    shards = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
+    settings = {**shards, "sdp_param_persistence_threshold": 20}
+    check(language(), {"shards": case(2, settings, clip=clip_norm)}, num_ranks=4)
 
 
 BOTH = {"context_parallel_degree": 1, "tensor_parallel_degree": 2, "sequence_parallel": True}
@@ -134,15 +112,14 @@ def test_long_sequences_go_around_in_a_ring(settings):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))
-@pytest.mark.parametrize("name", ["llama", in_sweep("gpt2"), thorough("bert")])
-def test_models_of_hugging_face(name, num_ranks):
+@pytest.mark.parametrize("name", ["llama", thorough("bert")])
+def test_models_of_hugging_face(name):
     uneven = Iteration(length=11, batch_size=5)
-    cases = {"three steps": case(num_ranks, iterations=(uneven,) * 3)}
+    cases = {"three steps": case(2, iterations=(uneven,) * 3)}
     if name != "llama":
-        layers = {**BOTH, "tensor_parallel_degree": num_ranks}
-        cases["layers, too"] = case(num_ranks, layers, iterations=(uneven,))
-    check_model(name, cases, num_ranks=num_ranks)
+        layers = {**BOTH, "tensor_parallel_degree": 2}
+        cases["layers, too"] = case(2, layers, iterations=(uneven,))
+    check_model(name, cases, num_ranks=2)
 
 
 class OfImages(nn.Sequential):
@@ -152,8 +129,6 @@ class OfImages(nn.Sequential):
 
 def test_a_model_without_sequences_is_refused():
     def train() -> None:
-        import shardwright.torch as sw
-
         sw.init({"context_parallel_degree": 2, "run_dir": "off", "profile": "estimated"})
         model = sw.DistributedModel(OfImages())
 

@@ -1,13 +1,20 @@
-"""What comes between a backward and an update, where ranks share layers: clipping, overflows, numbers."""
+"""What comes between a backward and an update, where ranks share layers: clipping, overflows, numbers.
 
-from typing import Any
+Checkpoints of ranks that share layers: any layout goes on from what any other one has saved.
+"""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checkpointed import GLOBAL_BATCH, SAMPLES, training
 from test_shared_layers import adamw, case, check, language
 from torch import Tensor, nn
 
-from choices import in_sweep
+import shardwright.torch as sw
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 
@@ -20,8 +27,6 @@ def clips_largest(model: Any) -> Tensor:
 
 
 def clips_by_own(model: Any) -> Tensor:
-    import shardwright.torch as sw
-
     own = isinstance(model, sw.DistributedModel)
     return (sw.clip_grad_norm_ if own else nn.utils.clip_grad_norm_)(model.parameters(), 0.1, 3.0)
 
@@ -46,13 +51,12 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", [in_sweep("layers"), "stages", in_sweep("replicas"), in_sweep("all")])
-def test_clipping(mesh):
+def test_clipping():
     """Parts are summed over the ranks that share layers; what is whole on them counts once."""
-    num_ranks, settings = MESHES[mesh]
+    num_ranks, settings = MESHES["stages"]
     # The others are clipped by rows and columns, too: see `test_shards_of_layers.py`.
     few = {"stages": ["clips_by_own"], "all": ["clips_norm"]}
-    names = few.get(mesh, list(CLIPPING))
+    names = few.get("stages", list(CLIPPING))
     cases = {name: case(2, settings, clip=CLIPPING[name]) for name in names}
     check(language(layers=2, tied=True), cases, num_ranks=num_ranks)
 
@@ -61,8 +65,6 @@ class Training:
     """A model that two ranks share, and its step."""
 
     def __init__(self, settings: dict[str, Any], **scaling: Any):
-        import shardwright.torch as sw
-
         self.recipe = language(layers=2)
         sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
         torch.manual_seed(0)
@@ -124,3 +126,97 @@ def test_ranks_that_share_layers_update_with_the_same_numbers():
 
     for outcome in run_ranks_outcomes(on_rank, 2):
         assert "lr of parameter group 0 of AdamW is 0.1 on rank 0 and 0.2 on rank 1" in outcome.error
+
+
+class Layout(NamedTuple):
+    """Degrees of a run, and the order of its ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    replicas: int = 1
+    placement: str = "DPT"
+    shard: int = 1
+    shares_state: bool = False
+    context: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.replicas * self.context
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "tensor_parallel_degree": self.tensor,
+            "context_parallel_degree": self.context,
+            "pipeline_parallel_degree": self.pipeline,
+            "placement_strategy": self.placement,
+            "sharded_data_parallel_degree": self.shard,
+            "shard_optimizer_state": self.shares_state,
+            "microbatches": 2,
+        }
+
+
+ONE = Layout()
+SHOWN = [
+    (ONE, Layout(2, 2, placement="TPD")),
+    (Layout(2, 1, 2, shard=2), Layout(3)),
+]
+
+
+def named(pair: tuple[Layout, Layout]) -> str:
+    return " to ".join("x".join(map(str, layout)) for layout in pair)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", SHOWN, ids=named)
+def test_any_layout_goes_on_from_what_any_other_has_saved(
+    pair: tuple[Layout, Layout], tmp_path: Path
+) -> None:
+    """Losses and parameters of further steps of AdamW are those of one process without interruption."""
+    before, after = pair
+    plain, plain_state = _plain()
+    saved = run_ranks(training, before.num_ranks, before.settings, tmp_path, until=3, dropout=0.0)
+    rest = run_ranks(training, after.num_ranks, after.settings, tmp_path, until=7, first=3, dropout=0.0)
+    assert saved[0][0] == pytest.approx(plain[:3], rel=1e-9)
+    for losses, state, _ in rest:
+        assert losses == pytest.approx(plain[3:], rel=1e-9)
+        assert state.keys() == plain_state.keys()
+        for name, value in plain_state.items():
+            # The mean of calls is that of one replica's samples.
+            if isinstance(value, torch.Tensor) and (
+                name != "counted.mean" or before.replicas == after.replicas == 1
+            ):
+                torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10)
+    first_epoch = _samples(saved, before, steps=3) + _samples(rest, after, steps=2)
+    assert sorted(first_epoch) == list(range(SAMPLES))
+
+
+@cache
+def _plain() -> tuple[list[float], dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        losses, state, _ = run_ranks(training, 1, ONE.settings, Path(folder), until=7, dropout=0.0)[0]
+    return losses, state
+
+
+def _samples(results: list[Any], layout: Layout, *, steps: int) -> list[int]:
+    """What all replicas have seen in the first steps; ranks of a replica see the same."""
+    of_replicas = {tuple(seen) for _, _, seen in results}
+    assert len(of_replicas) == layout.replicas
+    share = GLOBAL_BATCH // layout.replicas
+    return [sample for seen in of_replicas for sample in seen[: steps * share]]
+
+
+@pytest.mark.thorough
+def test_the_same_layout_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """With dropout, a schedule, a buffer that changes, and data over two epochs."""
+    common, kind = {**Layout(2).settings, "bf16": True}, {"dtype": torch.float32}
+    whole = run_ranks(training, 2, common, tmp_path / "whole", until=6, **kind)
+    settings = {**common, "plan": str(tmp_path / "whole" / "step-00000003" / "plan.json")}
+    run_ranks(training, 2, settings, tmp_path / "cut", until=3, **kind)
+    rest = run_ranks(training, 2, common, tmp_path / "cut", until=6, first=3, **kind)
+    for (losses, state, _), (later, final, _) in zip(whole, rest, strict=True):
+        assert later == losses[3:]
+        assert state.keys() == final.keys()
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(final[name], value), name

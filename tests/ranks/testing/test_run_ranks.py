@@ -1,21 +1,31 @@
-"""Functions on several ranks: what they get, what comes back, what a failure says."""
+"""Functions on several ranks: what they get, what comes back, what a failure says.
+
+Faults on purpose come at each phase of a run, and a disk that was full has room for the next save.
+"""
 
 import dataclasses
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import QUIET
+from stacks import train as squares
 
-from choices import in_every_run
+import shardwright.torch as sw
+from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import LaunchError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+from shardwright.testing.fault_points import happened
 from shardwright.testing.fork_server import Run
 
 
@@ -36,11 +46,6 @@ def total_of_ranks():
     value = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(value)
     return value.item()
-
-
-@pytest.mark.parametrize("num_ranks", in_every_run(range(1, 9), [1, 2, 3, 8]))
-def test_every_number_of_ranks_computes_together(num_ranks):
-    assert run_ranks(total_of_ranks, num_ranks) == [sum(range(num_ranks))] * num_ranks
 
 
 def test_closures_arguments_and_classes_of_the_test_travel_both_ways():
@@ -74,10 +79,6 @@ def test_the_environment_is_that_of_torchrun_and_of_the_caller(monkeypatch, tmp_
 
     found = run_ranks(look, 2, env={"LANG_OF_TEST": "en"})
     assert found[1] == (["1", "1", "2", "2", "127.0.0.1", "yes", "en"], False, str(tmp_path))
-
-
-def test_each_rank_computes_with_one_thread():
-    assert run_ranks(torch.get_num_threads, 2) == [1, 1]
 
 
 def test_the_last_message_arrives_although_its_sender_is_done():
@@ -268,12 +269,67 @@ def test_a_wrong_timeout_is_refused():
         run_ranks(total_of_ranks, 1, timeout_s=0)
 
 
-def test_preloaded_modules_are_there_before_the_function_runs():
-    module = "xml.dom.minidom"
-    assert run_ranks(lambda: module in sys.modules, 1, preload=[module]) == [True]
-
-
 @pytest.mark.thorough  # the server has to start again
 def test_a_module_that_cannot_be_preloaded_is_named():
     with pytest.raises(LaunchError, match="No module named 'no_such_module'"):
         run_ranks(total_of_ranks, 1, preload=["no_such_module"])
+
+
+LAYOUTS = {"stages": {"pipeline_parallel_degree": 2}, "replicas": {"pipeline_parallel_degree": 1}}
+PHASES = ("init", "start", "forward", "backward", "update", "save", "end")
+
+
+def train(folder: Path, settings: dict[str, Any], faults: list[dict[str, Any]]) -> None:
+    """Four steps, each with a checkpoint."""
+    path = folder / "chaos.json"
+    if os.environ["RANK"] == "0":
+        path.with_suffix(".tmp").write_text(json.dumps({"faults": faults}))
+        path.with_suffix(".tmp").rename(path)
+    while not path.exists():
+        pass
+    os.environ["SHARDWRIGHT_CHAOS"] = str(path)
+    sw.init({**QUIET, "microbatches": 2, **settings})
+    model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))))
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoints = sw.Checkpoints(folder / "saved", every=1, keep=None, on_failed_save="warn")
+    step = sw.step(squares)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(4):
+            step(model, torch.ones(4, 4))
+            optimizer.step()
+            checkpoints.step_done(number + 1)
+            checkpoints.wait()
+        sw.shutdown()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fault_comes_at_each_phase(tmp_path: Path, layout: str) -> None:
+    faults: list[dict[str, Any]] = [
+        {"kind": "pause", "seconds": 0.01, "rank": 1, "phase": phase}
+        | ({"step": 2} if phase in PHASES[2:6] else {})
+        for phase in PHASES
+    ]
+    run_ranks(train, 2, tmp_path, LAYOUTS[layout], faults)
+    notes = happened(tmp_path / "faults.jsonl")
+    steps = [None, None, 2, 2, 2, 2, None]
+    assert [(note["phase"], note["step"], note["rank"]) for note in notes] == [
+        (phase, step, 1) for phase, step in zip(PHASES, steps, strict=True)
+    ]
+
+
+def test_a_full_disk_fails_one_save(tmp_path: Path) -> None:
+    faults = [{"kind": "full_disk", "rank": 1, "phase": "save", "step": 2}]
+    run_ranks(train, 2, tmp_path, LAYOUTS["stages"], faults)
+    assert [commit.step for commit in CheckpointFolder(tmp_path / "saved").commits()] == [1, 3, 4]
+
+
+def test_an_error_is_that_of_its_rank(tmp_path: Path) -> None:
+    faults = [{"kind": "raise", "rank": 1, "step": 2, "phase": "backward"}]
+    with pytest.raises(RanksFailedError, match="a fault on purpose"):
+        run_ranks(train, 2, tmp_path, LAYOUTS["stages"], faults)
+
+
+def test_a_file_for_other_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError, match="rank 2, but the ranks are 0 to 1"):
+        run_ranks(train, 2, tmp_path, LAYOUTS["stages"], [{"kind": "kill", "rank": 2}])

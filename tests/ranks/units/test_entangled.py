@@ -1,13 +1,18 @@
-"""Modules that cannot be split, and operations between units that need data, over two stages."""
+"""Modules that cannot be split, and operations between units that need data, over two stages.
+
+A unit's output has the shape that the trace says, on whichever stage it is read.
+"""
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from transparency import Case, Recipe, differences_by_case
+from transparency import Case, Iteration, Recipe, differences_by_case
 from zoo import classify, features, padded
-from zoo_modules import CLASSES, WIDTH, Block, Stack
+from zoo_modules import CLASSES, WIDTH, Stack
 
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -17,94 +22,6 @@ CONFIG = {"microbatches": 4, "profile": "estimated"}
 def check(recipe: Recipe, kinds: tuple[str, ...] = ("1f1b", "zb_v")) -> None:
     cases = {kind: Case(config={**CONFIG, "pipeline": kind}) for kind in kinds}
     assert run_ranks(differences_by_case, 2, recipe, cases) == [{}, {}]
-
-
-class Cell(nn.Module):
-    """Adds what it remembers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x) + (0.0 if self.state is None else self.state)
-        self.state = y.mean(1, keepdim=True)
-        return y
-
-
-class RememberingLayers(nn.Module):
-    """Makes its cell forget, as RecurrentGemma does, long before it calls it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.cell = nn.ModuleList(Block() for _ in range(6)), Cell()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.cell.state = None
-        for layer in self.layers:
-            x = layer(x)
-        return x + self.cell(x)
-
-
-class Surrounded(nn.Module):
-    """The module that cannot be split is most of the model: a plan would cut it if it could."""
-
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = Block(), middle, Block()
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.last(self.middle(self.first(x))))
-
-
-class _Reversible(torch.autograd.Function):
-    """Keeps only the result, and computes the inputs of every block anew in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, blocks):
-        left, right = x.chunk(2, dim=-1)
-        with torch.no_grad():
-            for block in blocks:
-                left, right = right, left + block(right)
-        ctx.blocks = blocks
-        ctx.save_for_backward(left.detach(), right.detach())
-        return torch.cat([left, right], dim=-1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        left, right = ctx.saved_tensors
-        grad_left, grad_right = gradient.chunk(2, dim=-1)
-        for block in reversed(ctx.blocks):
-            before = left.detach().requires_grad_()
-            with torch.enable_grad():
-                inner = block(before)
-            inner.backward(grad_right)
-            left, right = right - inner.detach(), before.detach()
-            grad_left, grad_right = grad_right, grad_left + before.grad
-        return torch.cat([grad_left, grad_right], dim=-1), None
-
-
-class ReversibleLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(_Reversible.apply(torch.cat([x, x], dim=-1), self.layers).chunk(2, dim=-1))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "middle",
-    [
-        RememberingLayers,
-        ReversibleLayers,
-    ],
-)
-def test_modules_that_cannot_be_split_are_kept_whole(middle):
-    check(Recipe(build=lambda: Surrounded(middle()), batch=features, loss=classify))
 
 
 class _Product(torch.autograd.Function):
@@ -189,3 +106,60 @@ def test_a_model_that_packs_sequences_between_its_units_is_told_what_to_do():
     recipe = Recipe(build=PackedLSTM, batch=padded, loss=loss_of_tags)
     with pytest.raises(RanksFailedError, match=r"packs sequences .* Move this code and these modules"):
         run_ranks(differences_by_case, 2, recipe, {"": Case()})
+
+
+class KeepsLarge(nn.Module):
+    """How many rows come out depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).flatten(0, 1)
+        return y[y[:, 0] > 0]
+
+
+class ShapeFromValues(Stack):
+    """Both the module and its reader are on the last stage: the shape never crosses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some = KeepsLarge()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.some(x).square().mean(0)
+
+
+class CountsOnAnotherStage(ShapeFromValues):
+    """The first stage makes rows, and sums them; the last one asks how many there were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.some(x)
+        x = x + rows.sum(0) / 10
+        for block in self.blocks:
+            x = block(x)
+        return x / rows.shape[0]
+
+
+def squared(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def run(build: type[nn.Module]) -> list[Any]:
+    recipe = Recipe(build=build, batch=features, loss=squared)
+    case = Case(config={**CONFIG, "pipeline": "1f1b"}, iterations=(Iteration(), Iteration()))
+    return run_ranks(differences_by_case, 2, recipe, {"1f1b": case}, timeout_s=60)
+
+
+def test_shapes_may_follow_from_values():
+    assert run(ShapeFromValues) == [{}] * 2
+
+
+def test_a_shape_that_other_stages_would_take_from_the_trace_is_refused():
+    with pytest.raises(RanksFailedError) as caught:
+        run(CountsOnAnotherStage)
+    assert "module KeepsLarge gave a tensor of shape" in str(caught.value)
+    assert "test_entangled.py:" in str(caught.value)
