@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import smdistributed.modelparallel.torch as smp
+
 QUIET = {
     "run_dir": "off",
     "profile": "estimated",
@@ -43,8 +45,6 @@ class Script:
         width: int = WIDTH,
         model: nn.Module | None = None,
     ):
-        import smdistributed.modelparallel.torch as smp
-
         smp.init({**QUIET, "ddp": True, **settings})
         self.smp = smp
         self.model = smp.DistributedModel((Net(width) if model is None else model).to(dtype))

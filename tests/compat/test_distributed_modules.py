@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from compat.reference_layers import PlainAttention, PlainLayer, PlainLMHead, PlainOutput, PlainTransformer
+from compat.reference_layers import PlainAttention, PlainLayer, PlainLMHead, PlainTransformer
 from shardwright.errors import UsageError
 from shardwright.torch.units.tensor_division import pinned_placements
 from smdistributed.modelparallel.torch.nn.flash_attention import alibi_slopes
@@ -48,44 +48,6 @@ def compare(module, plain, call, plain_call):
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
-
-
-@pytest.mark.parametrize(("pre", "post"), NORMS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("flash", [False, True])
-def test_attention(pre, post, causal, flash):
-    module = smp.nn.DistributedAttentionLayer(
-        **SIZES,
-        **NO_DROPOUT,
-        causal_mask_size=LENGTH if causal else None,
-        pre_layernorm=pre,
-        post_layernorm=post,
-        flash_attention=flash,
-    )
-    plain = PlainAttention(**PLAIN, pre=pre, post=post, causal=causal)
-    hidden = states()
-    compare(module, plain, lambda m: m((hidden, mask())), lambda m: m(hidden, mask()))
-
-
-@pytest.mark.parametrize(("pre", "post"), NORMS)
-def test_cross_attention(pre, post):
-    module = smp.nn.DistributedAttentionLayer(
-        **SIZES, **NO_DROPOUT, cross_attention=True, pre_layernorm=pre, post_layernorm=post
-    )
-    plain = PlainAttention(**PLAIN, pre=pre, post=post, cross=True)
-    hidden, other = states(), states(5)
-    compare(module, plain, lambda m: m((hidden, other, mask(5))), lambda m: m(hidden, mask(5), other))
-
-
-@pytest.mark.parametrize(("pre", "post"), NORMS)
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_output(pre, post, activation):
-    module = smp.nn.DistributedTransformerOutputLayer(
-        HIDDEN, INTERMEDIATE, 0.0, activation, pre_layernorm=pre, post_layernorm=post
-    )
-    plain = PlainOutput(hidden=HIDDEN, intermediate=INTERMEDIATE, pre=pre, post=post, activation=activation)
-    hidden = states()
-    compare(module, plain, lambda m: m(hidden), lambda m: m(hidden))
 
 
 LAYER = {**SIZES, **NO_DROPOUT, "intermediate_size": INTERMEDIATE}
@@ -153,9 +115,6 @@ def test_a_language_model():
     torch.testing.assert_close(module((ids, masked, types, None, None)), plain(ids, masked, types, ids)[1])
     headless = smp.nn.DistributedTransformerLMHead(1, **LAYER, vocab_size=17, add_lm_head=False)
     assert headless((ids, None, None, None, None)).shape == (2, LENGTH, HIDDEN)
-
-
-# ---- options ----
 
 
 def attention_of(**options):
@@ -226,9 +185,6 @@ def test_first_weights():
     assert torch.equal(default.weight, nn.Linear(4, 4).weight)
 
 
-# ---- where they are cut ----
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_each_rank_has_heads_and_intermediate_channels(num_ranks):
     layer = smp.nn.DistributedTransformerLayer(**LAYER, add_cross_attention=True)
@@ -260,9 +216,6 @@ def test_small_modules_are_cut_as_documented():
         found = pinned_placements(model, num_ranks=2)
         assert str(found["word_embedding.weight"]) == expected
         assert found["lm_head.weight"] == found["word_embedding.weight"]
-
-
-# ---- misuse ----
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import smdistributed.modelparallel.torch as smp
 from compat.small_models import QUIET
 from shardwright.testing import run_ranks
 from six_models import SIX, build
@@ -16,7 +17,6 @@ def kernels(
     partitions: int, name: str, creation: str, enabled: bool, options: dict[str, Any], config: dict[str, Any]
 ) -> Any:
     """What the layers took, and the loss of a step."""
-    import smdistributed.modelparallel.torch as smp
     from shardwright.torch.attention.hugging_face import kernels_of
 
     smp.init({**QUIET, "partitions": partitions, "microbatches": 2})

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import smdistributed.modelparallel.torch as smp
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 from smdistributed import horovod
@@ -81,8 +82,6 @@ def test_ranks_train_with_all_batches_what_one_process_trains():
 def _beside_smp():
     horovod.provide()
     import horovod.torch as hvd
-
-    import smdistributed.modelparallel.torch as smp
 
     smp.init({"partitions": 2, "microbatches": 2, "horovod": True})
     model = smp.DistributedModel(_model())

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+import smdistributed.modelparallel.torch as smp
 from compat.small_models import FEATURES, QUIET, Net, batch, largest_difference, loss_of, net, plain_gradients
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
 CLOSE = 1e-12
@@ -17,8 +19,6 @@ CLOSE = 1e-12
 
 def wrapped(settings, **options):
     """The library, a wrapped model, the plain one, and a training step."""
-    import smdistributed.modelparallel.torch as smp
-
     smp.init({**QUIET, "ddp": True, "microbatches": 2, **settings})
     plain = net()
     model = smp.DistributedModel(plain, **options)
@@ -112,8 +112,6 @@ def test_the_whole_model_comes_to_the_host_of_every_rank(num_ranks):
         assert model.cpu() is model
         assert torch.equal(model(x), plain_copy(x))
         assert model.state_dict().keys() == plain_copy.state_dict().keys()
-        from shardwright.errors import UsageError
-
         with pytest.raises(UsageError, match="has gathered the model on every rank"):
             train_step(model, x, y)
         return len(list(model.get_module().parameters()))
@@ -148,8 +146,6 @@ def test_one_stage_may_train_outside_of_steps(num_ranks, calls):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_backward_takes_several_tensors_and_their_gradients(num_ranks):
     def backward(num_ranks):
-        import smdistributed.modelparallel.torch as smp
-
         smp.init({**QUIET, "partitions": num_ranks, "microbatches": 2})
         x, _ = batch(0)
         plain = net()
@@ -190,8 +186,6 @@ class Below(Above):
 
 def test_the_forward_of_the_class_above_has_its_name():
     def called():
-        import smdistributed.modelparallel.torch as smp
-
         smp.init({**QUIET})
         plain = Below()
         model = smp.DistributedModel(plain)
@@ -218,8 +212,6 @@ def test_a_communication_hook_reduces_over_replicas(num_ranks, partitions):
         train_step(model, *batch(0, smp.dp_rank()))
         assert sum(number for *_, number in seen) == len(list(model.local_parameters()))
         assert [last for _, last, _ in seen] == [False] * (len(seen) - 1) + [True]
-        from shardwright.errors import UsageError
-
         with pytest.raises(UsageError, match="made a step already"):
             model.register_comm_hook(None, hook)
         return largest_difference(model, expected)
@@ -232,8 +224,6 @@ def test_errors_and_warnings_name_the_line_of_the_script():
 
     def called():
         _, model, _, _ = wrapped({"partitions": 2})
-        import smdistributed.modelparallel.torch as smp
-        from shardwright.errors import UsageError
 
         @smp.step
         def forgets(model, x, y):
@@ -275,9 +265,6 @@ def test_replicas_with_other_numbers_of_batches_join(num_ranks, partitions):
 
 def test_wrong_options_are_refused():
     def refused():
-        import smdistributed.modelparallel.torch as smp
-        from shardwright.errors import UsageError
-
         smp.init({**QUIET})
         with pytest.raises(UsageError, match='it is "gpu" or "cpu"'):
             smp.DistributedModel(net(), trace_device="tpu")
@@ -294,8 +281,6 @@ def test_wrong_options_are_refused():
 @pytest.mark.parametrize("threshold", [1, 20, 10**6])
 def test_parts_of_parameters_are_together_the_whole(threshold):
     def parts(threshold):
-        import smdistributed.modelparallel.torch as smp
-
         smp.init(
             {
                 **QUIET,
@@ -346,8 +331,6 @@ def test_large_gradients_in_float16_are_averaged_outside_of_steps():
     """Their sum is beyond 65504, where float16 ends."""
 
     def run():
-        import smdistributed.modelparallel.torch as smp
-
         smp.init({"ddp": True, "partitions": 1, "microbatches": 1, "run_dir": "off"})
         model = smp.DistributedModel(torch.nn.Linear(4, 4, bias=False).half())
         (model(torch.ones(1, 4, dtype=torch.float16)).sum() * 40000).backward()

@@ -11,14 +11,13 @@ from choices import some_combinations
 from compat.small_models import QUIET, batch, loss_of, net, plain_gradients
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
+from smdistributed.modelparallel.torch.state_mod import state
 
 CLOSE = 1e-10
 
 
 def training(settings, make, *, wrap_first=True, **options):
     """A wrapped model and optimizer, made in one order or the other, and a training step."""
-    import smdistributed.modelparallel.torch as smp
-
     smp.init({**QUIET, "ddp": True, "microbatches": 2, **settings})
     plain = net()
     if wrap_first:
@@ -100,8 +99,6 @@ def test_optimizers_that_look_at_whole_tensors_know_shared_ones(name):
 
 def test_fp16_scales_the_loss_and_leaves_updates_out():
     def in_fp16():
-        import smdistributed.modelparallel.torch as smp
-
         smp.init({**QUIET, "partitions": 2, "microbatches": 2, "fp16": True})
         torch.manual_seed(0)
         model = smp.DistributedModel(net().float())
@@ -145,8 +142,6 @@ def test_names_and_positions_of_parameters():
         names = optimizer.param_name_to_index()
         assert [name for name, _ in model.local_named_parameters()] == list(names)
         assert list(names.values()) == list(range(len(names)))
-        from smdistributed.modelparallel.torch.state_mod import state
-
         assert state is smp.state
         assert state.param_name_to_index_tp_group == [names]
         assert state.param_index_to_name_tp_group == [{index: name for name, index in names.items()}]

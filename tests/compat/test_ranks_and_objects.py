@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from choices import in_sweep
+import smdistributed.modelparallel.torch as smp
 from compat.small_models import QUIET
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 ALL = ("rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank")
@@ -13,8 +14,6 @@ ALL = ("rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank")
 
 def grid(settings):
     """What each rank says of itself."""
-    import smdistributed.modelparallel.torch as smp
-
     smp.init({**QUIET, **settings})
     sizes = [getattr(smp, f"{kind}size")() for kind in ("", "mp_", "dp_", "pp_", "tp_", "rdp_")]
     ranks = [getattr(smp, name)() for name in ALL]
@@ -27,7 +26,6 @@ def grid(settings):
     ("placement", "of_replica", "of_stage"),
     [
         ("spread", [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        in_sweep("cluster", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("PTD", [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ],
 )
@@ -48,8 +46,6 @@ def test_placements_are_those_of_the_library(placement, of_replica, of_stage):
 
 
 def objects_on_four_ranks():
-    import smdistributed.modelparallel.torch as smp
-
     smp.init({**QUIET, "partitions": 2, "ddp": True})
     rank, found = smp.rank(), {}
     if rank == 0:
@@ -98,8 +94,6 @@ def test_objects_go_from_rank_to_rank_and_over_groups():
 
 
 def process_groups_on_four_ranks():
-    import smdistributed.modelparallel.torch as smp
-
     smp.init({**QUIET, "partitions": 2, "ddp": True})
     sums = {}
     for name in ("world", "mp", "dp", "pp", "tp", "rdp"):
@@ -126,8 +120,6 @@ def test_process_groups_are_those_of_torch():
 
 def test_a_single_rank_has_all_of_it():
     def alone():
-        import smdistributed.modelparallel.torch as smp
-
         assert not smp.is_initialized()
         smp.init({**QUIET, "ddp": True, "microbatches": 3})
         smp.init()
@@ -148,9 +140,6 @@ def test_a_single_rank_has_all_of_it():
 
 def test_wrong_ranks_and_groups_are_refused():
     def wrong():
-        import smdistributed.modelparallel.torch as smp
-        from shardwright.errors import UsageError
-
         smp.init({**QUIET, "partitions": 2})
         texts = []
         for call in (
@@ -171,8 +160,6 @@ def test_wrong_ranks_and_groups_are_refused():
 
 def passing_each_other(call):
     """Rank 0 makes a call; rank 1 comes to the end of its script."""
-    import smdistributed.modelparallel.torch as smp
-
     smp.init({**QUIET, "partitions": 2, "shared_memory": False, "timeout_s": 60})
     calls = {
         "smp.recv_from()": lambda: smp.recv_from(1, smp.RankType.WORLD_RANK),
@@ -190,10 +177,7 @@ def passing_each_other(call):
     ("call", "said"),
     [
         ("smp.recv_from()", "smp.recv_from() on rank 0 needs smp.send() or smp.broadcast() on rank 1"),
-        in_sweep("smp.send()", "smp.send() on rank 0 needs smp.recv_from() on rank 1"),
-        in_sweep("smp.broadcast()", "smp.broadcast() on rank 0 needs smp.recv_from() on rank 1"),
         ("smp.allgather()", "smp.allgather() is to be called by all of ranks 0, 1"),
-        in_sweep("smp.mp_barrier()", "smp.mp_barrier() is to be called by all of ranks 0, 1"),
         ("smp.barrier()", "not under `if smp.rank() == 0:`"),
     ],
 )
@@ -207,9 +191,6 @@ def test_a_call_that_the_other_rank_never_makes_says_so_within_seconds(call, sai
 
 def test_init_is_once():
     def twice():
-        import smdistributed.modelparallel.torch as smp
-        from shardwright.errors import UsageError
-
         smp.init({**QUIET, "microbatches": 2})
         smp.init()
         smp.init({**QUIET, "microbatches": 2})

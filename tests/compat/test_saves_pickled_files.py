@@ -3,7 +3,6 @@
 import argparse
 import collections
 import datetime
-import fractions
 import os
 import pathlib
 import pickle
@@ -50,14 +49,6 @@ def saved(path: pathlib.Path, what: Any, **options: Any) -> pathlib.Path:
     return path
 
 
-def test_a_class_that_the_script_has_allowed(tmp_path: pathlib.Path) -> None:
-    path = saved(tmp_path / "f", {"step": fractions.Fraction(1, 3)})
-    with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
-        load_file(path)
-    with torch.serialization.safe_globals([fractions.Fraction]):
-        assert load_file(path) == {"step": fractions.Fraction(1, 3)}
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize(
     "value",
@@ -81,16 +72,6 @@ def test_numbers_and_arrays_of_numpy(tmp_path: pathlib.Path, value: Any, zipped:
     assert found.dtype == value.dtype.newbyteorder("=")
     assert found.shape == value.shape
     assert type(found) is type(value)
-
-
-def test_configurations_of_hugging_face(tmp_path: pathlib.Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    for config in (transformers.GPT2Config(n_layer=3), transformers.T5Config(num_layers=2)):
-        found = load_file(saved(tmp_path / "f", {"model_config": config}))["model_config"]
-        assert type(found) is type(config)
-        assert found.to_dict() == config.to_dict()
-        again = load_file(saved(tmp_path / "g", found))
-        assert again.to_dict() == config.to_dict()
 
 
 class Holder(NamedTuple):
@@ -285,19 +266,13 @@ def test_classes_of_the_script_that_are_asked_for_attributes(
     assert len(DynamicLossScaler.made) == num_made
 
 
-def test_the_class_is_named_and_how_to_trust_it(tmp_path: pathlib.Path) -> None:
-    path = saved(tmp_path / "f", {"b": Calls(subprocess.Popen, ["true"])})
-    with pytest.raises(CheckpointError, match=r"subprocess\.Popen, which .* SHARDWRIGHT_TRUST_PICKLE=1"):
-        load_file(path)
-
-
 def test_a_trusted_file_is_loaded_as_a_pickle(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path / "f", {"b": Calls(collections.deque, [1, 2])})
     for value in ("0", "", "yes"):
         monkeypatch.setenv("SHARDWRIGHT_TRUST_PICKLE", value)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError, match=r"collections\.deque, which .* SHARDWRIGHT_TRUST_PICKLE=1"):
             load_file(path)
     monkeypatch.setenv("SHARDWRIGHT_TRUST_PICKLE", "1")
     assert load_file(path) == {"b": collections.deque([1, 2])}
@@ -334,17 +309,7 @@ def test_a_file_with_any_damage(tmp_path: pathlib.Path, zipped: bool) -> None:
         except CheckpointError as error:
             refused.append(f"blames a class: {error}")
     assert len(refused) > 50
+    assert all("/f cannot be read" in text or text.startswith("blames") for text in refused)
     blaming = [text for text in refused if text.startswith("blames")]
     assert bool(blaming) is not zipped  # archives have a checksum of their pickle
     assert all("Or the file is damaged: it has no checksum" in text for text in blaming)
-
-
-def test_a_damaged_file_is_named(tmp_path: pathlib.Path) -> None:
-    path = saved(tmp_path / "f", {"a": torch.ones(100)})
-    whole = path.read_bytes()
-    for damaged in (b"", whole[:50], whole[: len(whole) // 2], b"no pickle at all"):
-        path.write_bytes(damaged)
-        with pytest.raises(CorruptCheckpointError, match="/f cannot be read"):
-            load_file(path)
-    with pytest.raises(CheckpointError, match="g is not there"):
-        load_file(tmp_path / "g")
