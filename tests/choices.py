@@ -1,4 +1,4 @@
-"""Few of many combinations: in every run those that show each pair of values, the rest in ``make sweep``.
+"""Few of many combinations: those that show each pair of values.
 
 In between: costly kinds that ``make test-thorough`` has, and so CI, but not each ``make test``.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["chosen", "combinations_of", "in_every_run", "in_sweep", "some_combinations", "thorough"]
+__all__ = ["chosen", "in_every_run", "in_sweep", "some_combinations", "thorough"]
 
 
 def in_sweep(*values: Any, **more: Any) -> Any:
@@ -32,29 +32,16 @@ def in_every_run(
     return [value if value in kept else others[value in in_thorough](value) for value in values]
 
 
-def combinations_of(*axes: Sequence[Any], kept: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """All combinations, as parameters of a test; those that are not among some are left to the sweep."""
-    found = list(product(*axes))
-    assert all(each in found for each in kept)
-    return [each if each in kept else in_sweep(*each) for each in found]
-
-
-def some_combinations(*axes: Sequence[Any], together: int | None = None) -> list[Any]:
-    """All combinations, as parameters of a test; those that add nothing new are marked ``sweep``.
+def some_combinations(*axes: Sequence[Any], together: int | None = None) -> list[tuple[Any, ...]]:
+    """Combinations, as parameters of a test: as few as show what others would.
 
     Args:
         axes: the values of each argument of the test.
-        together: each choice of values of so many arguments is seen in every run; 1: each value. By default 2
-            for three arguments or more, and 1 for two.
+        together: each choice of values of so many arguments is seen; 1: each value. By default 2 for three
+            arguments or more, and 1 for two.
     """
-    kept = set(chosen([len(axis) for axis in axes], together or min(2, len(axes) - 1)))
-    return [
-        pytest.param(
-            *(axis[place] for axis, place in zip(axes, places, strict=True)),
-            marks=() if places in kept else pytest.mark.sweep,
-        )
-        for places in product(*(range(len(axis)) for axis in axes))
-    ]
+    places = chosen([len(axis) for axis in axes], together or min(2, len(axes) - 1))
+    return [tuple(axis[place] for axis, place in zip(axes, each, strict=True)) for each in sorted(places)]
 
 
 def chosen(sizes: Sequence[int], together: int) -> list[tuple[int, ...]]:

@@ -59,9 +59,8 @@ SCRIPT = """
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs threads that can be held back")
-@pytest.mark.parametrize("times", [2, pytest.param(16, marks=pytest.mark.sweep)])
-def test_ranks_end_well_without_being_told(times):
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(times)]
+def test_ranks_end_well_without_being_told():
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), "2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
-    assert (found.stdout, found.stderr) == (f"{[0] * 2 * times}\n", "")
+    assert (found.stdout, found.stderr) == ("[0, 0, 0, 0]\n", "")

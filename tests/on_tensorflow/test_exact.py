@@ -31,17 +31,8 @@ EVERY_RUN = (
     ("metric", 7, (), True),
 )
 THOROUGH = tuple(case for case in CASES if case not in EVERY_RUN)
-FURTHER = (
-    ("unet", 4, INTERLEAVED, False),
-    ("gpt", 1, (), True),
-    ("gpt", 4, (("pipeline", "zb_h1"),), False),
-    ("unet", 4, MEASURED, False),
-    ("gpt", 4, RECOMPUTED, False),
-    ("gpt", 4, (*RECOMPUTED, ("pipeline", "zb_h1")), False),
-)
 # With legacy Keras as well: each kind of model, and of the rest what goes through its own code.
 WITH_LEGACY = (*CASES[: len(NAMES)], ("gpt", 4, INTERLEAVED, True), ("metric", 7, (), True))
-REST = tuple(case for case in (*CASES, *FURTHER) if case not in WITH_LEGACY)
 TOLERANCE = 1e-6
 
 
@@ -71,9 +62,3 @@ def test_more_of_them(case):
 @pytest.mark.parametrize("case", WITH_LEGACY, ids=_name)
 def test_two_ranks_of_legacy_keras_give_what_a_plain_script_gives(case):
     _assert_equal(case, WITH_LEGACY, legacy=True)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("case", REST, ids=_name)
-def test_the_rest_with_legacy_keras(case):
-    _assert_equal(case, REST, legacy=True)

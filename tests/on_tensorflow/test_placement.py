@@ -1,13 +1,20 @@
-"""Placement and routes, on graphs written down: no operation is run."""
+"""Placement and routes, on graphs written down: no operation is run.
 
+A tied embedding of Keras: what its gradient is made of, and what crosses.
+"""
+
+import keras_models
 import pytest
+import tensorflow as tf
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import TensorSpec
-from shardwright.tensorflow.placement import Place, place
+from shardwright.tensorflow.placement import place
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import routes_of
 from shardwright.tensorflow.step_graph import Operation, StepGraph
+from shardwright.tensorflow.trace import trace_step
+from shardwright.tensorflow.units import choose_units, layer_names
 
 
 def graph(*operations, outputs, gradients=None, num_bytes=None, local=()):
@@ -62,19 +69,6 @@ def routed(step, stages=(0, 1), **options):
 
 def sent(routes, crossings):
     return {pair: [routes.tensors[c.value] for c in group] for pair, group in crossings.items()}
-
-
-def test_forward_up_and_gradients_down():
-    placement, routes = routed(two_layers())
-    assert placement.places["x"] == Place("free")
-    assert placement.places["h"] == Place("forward", 0)
-    assert placement.places["loss"] == Place("forward", 1)  # glue goes with the latest of its inputs
-    assert placement.places["dw1"] == placement.places["dh"] == Place("backward", 1)
-    assert placement.places["dw0"] == Place("backward", 0)  # pulled down to the holder of w0
-    assert placement.owners == {0: 0, 1: 1}
-    assert sent(routes, routes.crossings) == {(0, 1): ["h:0"]}
-    assert sent(routes, routes.gradients) == {(1, 0): ["dh:0"]}
-    assert routes.stages_of_output == ((1,), (0,), (1,))
 
 
 def test_a_gradient_that_is_returned_twice_is_summed_twice():
@@ -195,14 +189,6 @@ def test_a_recomputed_unit_keeps_what_leaves_it_and_waits_for_its_gradient():
     assert piece.sums == (("dw0:0", 1), ("dw1:0", 2))
 
 
-def test_a_backward_in_two():
-    _, routes = routed(two_layers())
-    assert routes.pieces["inputs", 1].gives == ("dh:0", "dy:0")  # dy is for the weights
-    assert routes.pieces["weights", 1].sums == (("dw1:0", 2),)
-    assert routes.pieces["backward", 1].gives == ("dh:0",)
-    assert routes.pieces["inputs", 0].gives == ()
-
-
 def test_a_variable_of_an_earlier_stage_cannot_be_changed_by_a_later_one():
     step = two_layers(("add", "AssignAddVariableOp", ("w0", "loss"), READ))
     with pytest.raises(TraceError, match="stage 0 holds needs what stage 1 makes"):
@@ -218,10 +204,6 @@ def test_a_weight_that_another_stage_uses_is_alike_in_all_microbatches():
         trace=None, graph=step, placement=None, routes=routes, stage_ranks=(0, 1), rank=1, pieces=None
     )
     assert sent(routes, program.again().crossings) == {(0, 1): ["h:0"]}  # in all microbatches but the first
-
-
-def test_operations_are_placed_alike_on_every_rank():
-    assert routed(two_layers()) == routed(two_layers())
 
 
 def norm_metric(*, reader="total", call=None):
@@ -249,3 +231,27 @@ def test_what_a_backward_changes_is_read_in_the_backward(reader):
     # One microbatch after the other: nothing comes in between.
     placement, _ = routed(norm_metric(), microbatches=1)
     assert placement.places["total"].phase == "forward"
+
+
+def test_a_gradient_as_large_as_the_embedding_does_not_cross_in_each_microbatch():
+    case = keras_models.make("gpt", 8)
+    model = case.model
+    loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(ids, labels):
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(ids, training=True))
+        return [tf.convert_to_tensor(g) for g in tape.gradient(loss, model.trainable_variables)], loss
+
+    trace = trace_step(step, [tf.TensorSpec([2, 12], tf.int64)] * 2)
+    units = choose_units(trace.recorder.calls, layer_names(model), wanted=2)
+    graph = trace.step_graph(units, is_of_model=lambda variable: True)
+    count = len(units.layers)
+    placement = place(graph, [int(call >= count // 2) for call in range(count)], num_stages=2, microbatches=4)
+    routes = routes_of(graph, placement)
+    embedding = next(at for at, spec in graph.sums.items() if spec.shape == (61, 32))
+    assert list(placement.addends.parts) == [graph.outputs[embedding]]
+    assert routes.stages_of_output[embedding] == (0, 1)
+    shapes = [crossing.spec.shape for group in routes.gradients.values() for crossing in group]
+    assert shapes
+    assert (61, 32) not in shapes

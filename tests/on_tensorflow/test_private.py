@@ -1,4 +1,4 @@
-"""A canary for each use of private TensorFlow and Keras (`shardwright.tensorflow._private`)."""
+"""Canaries for uses of private TensorFlow and Keras that no training shows by itself."""
 
 import weakref
 from functools import partial
@@ -9,45 +9,6 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
-
-
-def noted(function, *args):
-    """Names of the operations that a function makes."""
-    names = []
-    with _private.operations_told(lambda graph, operation: names.append(operation.type)):
-        tf.function(function).get_concrete_function(*args)
-    return names
-
-
-def test_every_operation_of_a_function_is_told():
-    assert {"MatMul", "AddV2"} <= set(noted(lambda x: x @ x + 1.0, tf.TensorSpec([2, 2])))
-
-
-def test_gradients_are_told_with_their_target_and_sources():
-    told, targets = [], []
-    variable = tf.Variable(3.0)
-
-    def function():
-        with tf.GradientTape() as tape:
-            loss = variable * variable
-        return tape.gradient(loss, variable), tf.gradients(loss, [variable]), loss
-
-    with _private.gradients_told(targets.append, lambda g, s: told.append((g is None, s))):
-        tf.function(function, autograph=False).get_concrete_function()
-    assert len(targets) == len(told) >= 2
-    assert all(len(tf.nest.flatten(each)) == 1 for each in targets)
-    assert told[0] == (False, variable)
-    assert (False, [variable]) in told[1:]
-
-
-def test_calls_of_layers_are_told_and_new_layers_too():
-    made, called = [], []
-    with _private.new_layers_told(made.append):
-        layer = tf.keras.layers.Dense(2)
-    with _private.layers_told(lambda each: not called.append(each), lambda: called.append("end")):
-        layer(tf.zeros([1, 3]))
-    assert layer in made
-    assert called == [layer, "end"]
 
 
 def test_functions_of_the_script_are_converted_as_they_ask():
@@ -74,38 +35,6 @@ def test_functions_of_the_script_are_converted_as_they_ask():
         tf.function(lambda x: as_it_is(x)).get_concrete_function(tf.ones([1]))
 
 
-def test_an_operation_takes_another_tensor():
-    def function(x):
-        total, other = tf.reduce_sum(x), x + 1.0
-        told = total * 3.0
-        _private.give_instead(told.op, total, tf.reduce_sum(other))
-        return told
-
-    assert float(tf.function(function, autograph=False)(tf.ones([2]))) == 12.0
-
-
-def test_what_a_script_gets_numbers_of_parts_by_is_replaced():
-    called = []
-
-    def make(name):
-        return lambda original: (
-            lambda self, *args, **kwargs: called.append(name) or original(self, *args, **kwargs)
-        )
-
-    model = tf.keras.Sequential([tf.keras.layers.Dense(2)])
-    with _private.parts_called(make):
-        model(tf.zeros([1, 3]))
-        model.get_weights()
-        model.predict_on_batch(np.zeros([1, 3], "f"))
-    assert set(called) == {"__call__", "get_weights", "predict_on_batch"}
-
-
-def test_what_is_stateful():
-    graph = tf.function(lambda: (tf.random.uniform([2]), tf.ones([2]))).get_concrete_function().graph
-    stateful = {op.type for op in graph.get_operations() if _private.is_stateful(op)}
-    assert stateful == {"RandomUniform"}
-
-
 def test_a_step_can_be_traced_out_of_a_function_with_tapes():
     found = []
 
@@ -121,19 +50,6 @@ def test_a_step_can_be_traced_out_of_a_function_with_tapes():
 
     outer()
     assert found[0] == 4.0
-
-
-@pytest.mark.parametrize("owner", _private.optimizer_bases())
-def test_optimizers_take_their_gradients_where_it_is_thought(owner):
-    assert issubclass(tf.keras.optimizers.Adam, owner)
-
-
-def test_clipping_takes_the_norm_that_is_replaced():
-    with _private.replaced_global_norm(lambda original: lambda tensors, *args: tf.constant(10.0)):
-        (clipped,), norm = tf.clip_by_global_norm([tf.constant([1.0])], 5.0)
-    assert float(norm) == 10.0
-    assert float(clipped[0]) == 0.5
-    assert float(tf.clip_by_global_norm([tf.constant([3.0])], 5.0)[1]) == 3.0
 
 
 def test_a_variable_that_is_given_up_has_no_memory_and_is_saved_only_where_that_is_allowed(tmp_path):
@@ -214,22 +130,6 @@ def test_changes_of_a_variable_that_is_given_up_are_left_to_others():
     assert "another rank" not in repr(variable)
 
 
-def test_a_concrete_function_can_be_called_without_checks():
-    total = tf.Variable(1.0)
-
-    def function(x):
-        y = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 2.0), (0, x))[1]
-        with tf.control_dependencies([total.assign_add(1.0)]):
-            return [tf.identity(y), x + 1.0]
-
-    concrete = tf.compat.v1.wrap_function(function, [tf.TensorSpec([2])])
-    call = _private.direct_call(concrete)
-    doubled, added = call([tf.constant([1.0, 2.0])])
-    assert doubled.numpy().tolist() == [8.0, 16.0]
-    assert added.numpy().tolist() == [2.0, 3.0]
-    assert float(total) == 2.0
-
-
 def test_a_variable_without_value_has_shape_and_type_and_takes_one():
     options = {"dtype": tf.float16, "name": "late", "trainable": False}
     assert _private.made_without_value({**options, "initial_value": tf.ones([2])}) is None
@@ -242,32 +142,6 @@ def test_a_variable_without_value_has_shape_and_type_and_takes_one():
         variable.numpy()
     _private.given_back(variable, tf.ones([2], tf.float16))
     assert variable.numpy().tolist() == [1.0, 1.0]
-
-
-def test_a_variable_is_made_by_what_a_creator_scope_is_told():
-    told = []
-
-    def create(next_creator, **options):
-        told.append(callable(options["initial_value"]))
-        return next_creator(**options)
-
-    with tf.variable_creator_scope(create):
-        tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
-    assert told[-2:] == [True, True]  # kernel and bias
-
-
-def scaling_optimizer():
-    return tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(1.0), initial_scale=4.0)
-
-
-def test_an_optimizer_that_scales_losses_asks_whether_gradients_are_finite():
-    optimizer, variable = scaling_optimizer(), tf.keras.Variable(1.0)
-    optimizer.build([variable])
-    with _private.replaced_finite_check(lambda original: lambda gradients: tf.constant(False)):
-        optimizer.apply_gradients([(tf.constant(1.0), variable)])
-    assert float(variable.numpy()) == 1.0
-    assert float(optimizer.dynamic_scale.numpy()) == 2.0
-    assert _private.scaled_optimizer(optimizer) is optimizer.inner_optimizer
 
 
 def test_a_backup_is_left_to_another_rank(tmp_path):
