@@ -54,7 +54,7 @@ PROMISES = {
     "checkpoints": [
         "ranks/checkpoints/test_checkpoints.py::test_a_resumed_run_is_the_uninterrupted_one",
         "ranks/checkpoints/test_checkpoints.py::test_any_layout_resumes_what_any_other_has_saved",
-        "unit/checkpoint/test_torn.py::test_every_operation_of_a_save_is_a_place_todie",
+        "unit/checkpoint/test_torn.py::test_every_operation_of_a_save_is_a_place_to_die",
     ],
     "plans": [
         "unit/planner/ways/test_agreement.py::test_search_and_plan_make_agree",
