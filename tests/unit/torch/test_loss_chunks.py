@@ -202,6 +202,8 @@ def test_pending_logits_answer_as_logits_do() -> None:
             lambda z: (z[:, :-1].is_contiguous(), z.float().dtype, z.transpose(1, 2).shape),
         ):
             assert ask(logits) == ask(whole)
+        assert logits.double() is logits
+        assert logits.contiguous() is logits
         assert torch.equal(logits.detach(), whole)  # and from here on it is computed
 
 

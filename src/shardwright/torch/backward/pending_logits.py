@@ -223,6 +223,8 @@ def _each(logits: PendingLogits, func: Any, args: tuple[Any, ...], kwargs: dict[
     of = logits._of
     on_meta = map_tree(_to_meta, (args, kwargs))
     shape = _shape(logits, func, *on_meta)
+    if shape is logits:  # such a type, or such an order in memory, they have already
+        return logits
     if not isinstance(shape, Tensor) or shape.shape != logits.shape:
         return None
 
