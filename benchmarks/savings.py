@@ -1,0 +1,151 @@
+"""What saves memory, and what it costs: a GPT with a large vocabulary, beside a plain loop and FSDP2.
+
+    python benchmarks/savings.py            # 32,000 and 128,000 words
+    python benchmarks/savings.py --quick    # 8,000
+
+Each run has processes of its own, and AdamW. *Peak*: the most that the C library's heap has given out in a
+step with its update, above what was there before the model; of the rank that takes most. *CPU*: processor
+seconds of a step of that rank, the fastest of three. *Predicted*: by the plan, on one rank and with stages.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from check import Check
+from live_bytes import HeapBytes
+from models import Layered, Task, gpt
+from sections import Section, parser_for, run_sections
+from shardwright.testing import run_ranks
+from shardwright_side import Ours
+
+_STEPS = 3
+_MICROBATCHES = 2
+_SETTINGS: dict[str, Any] = {"microbatches": _MICROBATCHES, "plan": "anew", "measure_s": 10}
+_SHARDS = {"sharded_data_parallel_degree": 2}
+_RUNS: list[tuple[str, int, dict[str, Any] | None]] = [
+    ("plain loop", 1, None),
+    ("loss_chunks: off", 1, {"loss_chunks": "off", "plan_one_stage": True}),
+    ("loss_chunks: auto", 1, {"loss_chunks": "auto", "plan_one_stage": True}),
+    ("2 stages, off", 2, {"loss_chunks": "off", "pipeline": "1f1b"}),
+    ("2 stages, auto", 2, {"loss_chunks": "auto", "pipeline": "1f1b"}),
+    ("FSDP2", 2, None),
+    ("shards, off", 2, {"loss_chunks": "off", **_SHARDS}),
+    ("shards, auto", 2, {"loss_chunks": "auto", **_SHARDS}),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """By one rank; predicted: None where nothing is planned."""
+
+    peak: int
+    cpu_s: float
+    predicted_peak: int | None = None
+    predicted_s: float | None = None
+
+
+class _Plain:
+    """A plain loop over microbatches, or FSDP2 with them."""
+
+    def __init__(self, task: Task, *, ranks: int):
+        self.model: Layered = task.build()
+        self._loss = task.loss
+        self._parts = [part.chunk(_MICROBATCHES) for part in task.batch()]
+        if ranks > 1:
+            rank = dist.get_rank()
+            self._parts = [[each.chunk(ranks)[rank] for each in parts] for parts in self._parts]
+            mesh = init_device_mesh("cpu", (ranks,))
+            for layer in self.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    def step(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        for x, y in zip(*self._parts, strict=True):
+            (self._loss(self.model(x), y) / _MICROBATCHES).backward()
+
+
+def _taken(task: Task, settings: dict[str, Any] | None) -> Taken:
+    torch.set_num_threads(1)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    with HeapBytes() as heap:
+        if settings is None:
+            runner: Any = _Plain(task, ranks=ranks)
+            parameters = runner.model.parameters()
+        else:
+            runner = Ours(task, task.build(), {**_SETTINGS, **settings})
+            parameters = runner.model.local_parameters()
+        optimizer = torch.optim.AdamW(parameters)
+        times = []
+        runner.step()
+        optimizer.step()
+        with heap.counted():
+            for _ in range(_STEPS):
+                begun_s = time.process_time()
+                runner.step()
+                optimizer.step()
+                times.append(time.process_time() - begun_s)
+    if settings is None or runner.context.plan is None or runner.plan.prediction is None:
+        return Taken(heap.peak, min(times))
+    of_rank = runner.plan.prediction.memory[min(runner.context.rank, len(runner.plan.prediction.memory) - 1)]
+    return Taken(heap.peak, min(times), of_rank.peak_bytes, runner.plan.prediction.step_s)
+
+
+def large_vocabularies(options: Any) -> Section:
+    """All runs with each vocabulary."""
+    figures: dict[str, Any] = {}
+    checks = []
+    for words in (8_000,) if options.quick else (32_000, 128_000):
+        task = gpt(layers=4, width=256, vocab=words, length=256, batch=8, name=f"{words} words")
+        rows = [["", "peak, MiB", "of the plain loop", "predicted", "CPU s", "of the plain loop"]]
+        found: dict[str, Taken] = {}
+        for name, ranks, settings in _RUNS[:3] if options.quick else _RUNS:
+            # Of a pair, the rank that takes most: of stages, the one with the head.
+            taken = max(run_ranks(_taken, ranks, task, settings, timeout_s=600), key=lambda it: it.peak)
+            found[name] = taken
+            plain = found["plain loop" if ranks == 1 or "stages" in name else "FSDP2"]
+            predicted = "" if taken.predicted_peak is None else f"{taken.predicted_peak / 2**20:.0f}"
+            rows.append(
+                [
+                    name,
+                    f"{taken.peak / 2**20:.0f}",
+                    f"{taken.peak / plain.peak:.2f}",
+                    predicted,
+                    f"{taken.cpu_s:.2f}",
+                    f"{taken.cpu_s / plain.cpu_s:.2f}",
+                ]
+            )
+            print(" | ".join(rows[-1]), flush=True)
+        figures[f"GPT 4 x 256, {words} words, 8 x 256 tokens in {_MICROBATCHES} microbatches"] = rows
+        auto, plain = found["loss_chunks: auto"], found["plain loop"]
+        peak, cpu_s = auto.peak / plain.peak, auto.cpu_s / plain.cpu_s
+        checks.append(Check(section="S", what=f"peak in pieces, {words} words", value=peak, target=0.6))
+        checks.append(Check(section="S", what=f"time in pieces, {words} words", value=cpu_s, target=1.05))
+        if auto.predicted_peak is not None:
+            error = abs(auto.predicted_peak / auto.peak - 1)
+            what = f"predicted peak, {words} words"
+            checks.append(Check(section="S", what=what, value=error, target=0.05, percent=True))
+    return figures, checks
+
+
+def main() -> int:
+    """Runs what is asked for."""
+    parser = parser_for(__doc__, quick="one small vocabulary, one rank")
+    options = parser.parse_args()
+    options.only = None
+    return run_sections(
+        options,
+        {"large vocabularies": large_vocabularies},
+        shown=lambda rows: "\n".join("  ".join(f"{cell:<18}" for cell in row) for row in rows),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
