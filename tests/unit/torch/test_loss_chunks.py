@@ -259,6 +259,32 @@ def test_a_head_that_is_copied_or_saved_whole_is_a_head(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), model.head(x))
 
 
+def test_a_weight_that_is_computed_is_asked_for_once() -> None:
+    """A spectral norm changes its estimate whenever it is: a training went another way."""
+    head = nn.utils.parametrizations.spectral_norm(nn.Linear(H, V))
+    assert mark_heads(head, 4) == []
+    model = nn.Linear(H, V)
+    mark_heads(model, 4)
+    nn.utils.parametrizations.spectral_norm(model)
+    with heads_may_wait():
+        assert not isinstance(model(torch.ones(3, 5, H)), PendingLogits)
+
+
+def test_a_head_without_gradients_stays_without() -> None:
+    model = Words()
+    mark_heads(model, 4)
+    with heads_may_wait():
+        with torch.no_grad():
+            logits = model(IDS)
+        assert not logits.requires_grad
+        assert not IN_PIECES["flat"](logits).requires_grad
+        seen: list[Tensor] = []
+        logits = model(IDS)
+        logits.register_hook(seen.append)
+        IN_PIECES["flat"](logits).backward()
+        assert len(seen) == 1
+
+
 def test_only_the_largest_layers_are_heads() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32))
     assert mark_heads(model, "auto") == ["1", "3"]

@@ -26,7 +26,7 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import FakeTensor, function_transforms_active, outside_of_modes
 from shardwright.torch.backward.chunked_loss import ChunkedRows, RowFunction, chunked_loss
 from shardwright.torch.interception.glue import plain_torch
-from shardwright.torch.pytorch.functions import is_metadata, name_of
+from shardwright.torch.pytorch.functions import name_of
 from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves, map_tree
 
@@ -38,6 +38,11 @@ _EACH = frozenset(
 )
 """Functions that make each number of their result from one of their argument, and give as many."""
 
+_PLACES = frozenset("device get_device is_cpu is_cuda is_meta is_xpu".split())
+_SHAPES = frozenset(
+    "__len__ _version dim dtype element_size is_complex is_contiguous is_floating_point itemsize layout "
+    "names ndim ndimension nelement numel shape size stride".split()
+)
 _RESHAPE = frozenset("view reshape flatten".split())
 _TO_CHANNELS = frozenset("transpose permute movedim moveaxis swapaxes swapdims".split())
 _LEAST_BYTES = 2**24
@@ -78,6 +83,7 @@ class _Logits:
         each: what becomes of them, row by row.
         channels: they have the shape (N, V, *), and not (*, V).
         versions: of `x` and the weight as the head was called with them.
+        trains: gradients are recorded, as they were when the head was called.
     """
 
     head: "_WaitingForward"
@@ -89,16 +95,18 @@ class _Logits:
     channels: bool = False
     source: Tensor
     versions: tuple[int, int]
+    trains: bool
 
     def computed(self) -> Tensor:
         """The logits, whole."""
         self.refuse_changes()
-        with plain_torch(), torch.autocast(self.x.device.type, enabled=False):
+        kind = self.x.device.type
+        with plain_torch(), torch.autocast(kind, enabled=False), torch.set_grad_enabled(self.trains):
             bias = None if self.bias is None else self.bias.to(self.dtype)
             made = F.linear(self.x.to(self.dtype), self.weight.to(self.dtype), bias)
-        for each in self.each:
-            made = each(made)
-        return made.movedim(-1, 1) if self.channels else made
+            for each in self.each:
+                made = each(made)
+            return made.movedim(-1, 1) if self.channels else made
 
     def refuse_changes(self) -> None:
         if self.versions != (self.source._version, self.weight._version):
@@ -113,9 +121,9 @@ class _Logits:
         """What a loss makes of them, piece by piece."""
         self.refuse_changes()
         size = self.head.rows_of_piece(self.x.numel() // self.x.shape[-1])
-        trains = torch.is_grad_enabled()
+        trains = self.trains and torch.is_grad_enabled()
         how = ChunkedRows(dtype=self.dtype, each=self.each, loss=loss, sums=sums, size=size, trains=trains)
-        with plain_torch():  # they are one operation of the script
+        with plain_torch(), torch.set_grad_enabled(trains):  # one operation of the script
             return chunked_loss(self.x, self.weight, self.bias, beside, how, count=count)
 
 
@@ -174,12 +182,11 @@ def whole_logits(item: Any) -> Any:
 
 def _asked(logits: PendingLogits, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The answer to a question for shape, type or place; `NotImplemented` for anything else."""
-    of = logits._of
     if name == "requires_grad" and len(args) == 1:
-        return torch.is_grad_enabled() and (of.x.requires_grad or of.weight.requires_grad)
-    if name in ("device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_xpu"):
-        return func(of.x, *args[1:], **kwargs)
-    if not is_metadata(func) and name not in ("stride", "is_contiguous", "_version", "layout"):
+        return logits._of.trains
+    if name in _PLACES:
+        return func(logits._of.x, *args[1:], **kwargs)
+    if name not in _SHAPES:
         return NotImplemented
     with outside_of_modes():
         return func(*args, **kwargs)
@@ -438,28 +445,37 @@ class _WaitingForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         head = self._head
-        if torch.compiler.is_dynamo_compiling() or not self._may_wait(x):
+        if torch.compiler.is_dynamo_compiling() or (dtype := self._waits_in(x)) is None:
             return type(head).forward(head, x)
-        kind, dtype = x.device.type, x.dtype
-        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
         with outside_of_modes():
             shape = torch.empty((*x.shape[:-1], head.out_features), dtype=dtype, device="meta")
-        versions = x._version, head.weight._version
+        weight, bias = head.weight, head.bias
         return PendingLogits.like(
             shape,
             _Logits(
-                head=self, x=x, weight=head.weight, bias=head.bias, dtype=dtype, source=x, versions=versions
+                head=self,
+                x=x,
+                weight=weight,
+                bias=bias,
+                dtype=dtype,
+                source=x,
+                versions=(x._version, weight._version),
+                trains=torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
             ),
         )
 
-    def _may_wait(self, x: Tensor) -> bool:
+    def _waits_in(self, x: Tensor) -> torch.dtype | None:
+        """The type of logits that wait; None where they are computed now."""
         if type(x) not in _Heads.may_wait_with or self._has_given_up or x.dim() < 2 or not x.numel():
-            return False
+            return None
         if not self.waits_with(x.numel() // x.shape[-1], x.element_size()):
-            return False
-        is_plain = isinstance(self._head.weight, nn.Parameter | FakeTensor) and not x.is_inference()
-        return is_plain and not function_transforms_active()
+            return None
+        weight = self._head._parameters.get("weight")  # None where it is computed whenever it is asked for
+        if weight is None or x.is_inference() or function_transforms_active():
+            return None
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            return torch.get_autocast_dtype(x.device.type)
+        return x.dtype if x.dtype is weight.dtype else None
 
     def waits_with(self, num_rows: int, num_bytes: int) -> bool:
         """Whether it leaves the logits of so many rows to a loss, of numbers of so many bytes."""
@@ -527,6 +543,7 @@ def mark_heads(model: nn.Module, chunks: int | str) -> list[str]:
     for name, module in linear.items():
         own = module.__dict__.get("forward")
         is_plain = own is None or getattr(own, "__func__", None) is nn.Linear.forward
+        is_plain &= module._parameters.get("weight") is not None
         has_hooks = module._forward_hooks or module._backward_hooks or module._forward_pre_hooks
         if chunks == "off" or module.out_features != most or has_hooks:
             continue
