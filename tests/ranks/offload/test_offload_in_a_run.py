@@ -117,7 +117,7 @@ def train_on_a_small_disk(folder: Path) -> None:
     tempfile.tempdir = str(folder)
     with pytest.raises(UsageError, match=r"offloaded to .* which has no room for .* Set TMPDIR"):
         train_some(OFFLOADS)
-    assert [name for name in os.listdir(folder) if not name.startswith("torchinductor")] == []  # PyTorch's own
+    assert [name for name in os.listdir(folder) if not name.startswith("torchinductor")] == []
 
 
 def test_a_disk_without_room_ends_the_step(tmp_path: Path, capabilities: dict[str, bool]) -> None:
