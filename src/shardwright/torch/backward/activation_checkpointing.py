@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import transforms_beside_hooks
+from shardwright.torch.backward.pending_logits import is_head
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.interception.unit_attributes import TakesFound, called_with_hidden, has_hidden
 from shardwright.torch.pytorch.modules import forward_hooks_put
@@ -137,6 +138,8 @@ def call_recomputed(
     preserve_rng_state: bool = True,
 ) -> Any:
     """Calls a module so that its activations are recomputed in the backward."""
+    if is_head(module):
+        return call(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
     counter = CostCounter.active()
     if counter is not None:

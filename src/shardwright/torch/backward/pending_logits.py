@@ -23,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import FakeTensor, function_transforms_active, outside_of_modes
+from shardwright.torch._private import (
+    FakeTensor,
+    backward_in_progress,
+    function_transforms_active,
+    outside_of_modes,
+    saved_tensor_hooks,
+)
 from shardwright.torch.backward.chunked_loss import ChunkedRows, RowFunction, chunked_loss
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.functions import name_of
@@ -63,7 +69,11 @@ def heads_may_wait(*, on_fakes: bool = False) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(item.__class__ is PendingLogits for item in args):  # past `__torch_function__`
             args = tuple(map(whole_logits, args))
-        return MethodType(original.__func__, cls)(*args, **kwargs)
+        waiting, _Heads.may_wait_with = _Heads.may_wait_with, ()  # what it makes has a gradient of its own
+        try:
+            return MethodType(original.__func__, cls)(*args, **kwargs)
+        finally:
+            _Heads.may_wait_with = waiting
 
     _Heads.may_wait_with = (Tensor, FakeTensor) if on_fakes else (Tensor,)
     kind.apply = classmethod(apply)
@@ -82,7 +92,7 @@ class _Logits:
         dtype: in which the head computes.
         each: what becomes of them, row by row.
         channels: they have the shape (N, V, *), and not (*, V).
-        versions: of `x` and the weight as the head was called with them.
+        version: of `source`, what the head was given, at that time.
         trains: gradients are recorded, as they were when the head was called.
     """
 
@@ -94,7 +104,7 @@ class _Logits:
     each: tuple[Callable[[Tensor], Tensor], ...] = ()
     channels: bool = False
     source: Tensor
-    versions: tuple[int, int]
+    version: int
     trains: bool
 
     def computed(self) -> Tensor:
@@ -109,10 +119,10 @@ class _Logits:
             return made.movedim(-1, 1) if self.channels else made
 
     def refuse_changes(self) -> None:
-        if self.versions != (self.source._version, self.weight._version):
+        if self.version != self.source._version:
             raise UsageError(
-                f"{user_line()}: what the head was given, or its weight, has changed in place before the "
-                "loss has the logits computed. Change a copy (x = x.clone()), or set loss_chunks: off."
+                f"{user_line()}: what the head was given has changed in place before the loss has the logits "
+                "computed. Change a copy (x = x.clone()), or set loss_chunks: off."
             )
 
     def reduced(
@@ -163,8 +173,10 @@ class PendingLogits(Tensor):
                     return found
             if (name.endswith("_") and not name.startswith("__")) or name == "__setitem__":
                 logits._refuse_others(name)
+        pending = [each for each in leaves((args, kwargs)) if each.__class__ is PendingLogits]
         args, kwargs = map_tree(whole_logits, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return next((each for each in pending if result is each._whole), result)  # what it was given
 
     def _refuse_others(self, name: str) -> None:
         """Other names of the same memory would not see a change in place."""
@@ -459,7 +471,7 @@ class _WaitingForward:
                 bias=bias,
                 dtype=dtype,
                 source=x,
-                versions=(x._version, weight._version),
+                version=x._version,
                 trains=torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
             ),
         )
@@ -471,7 +483,7 @@ class _WaitingForward:
         if not self.waits_with(x.numel() // x.shape[-1], x.element_size()):
             return None
         weight = self._head._parameters.get("weight")  # None where it is computed whenever it is asked for
-        if weight is None or x.is_inference() or function_transforms_active():
+        if weight is None or x.is_inference() or function_transforms_active() or _runs_twice():
             return None
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             return torch.get_autocast_dtype(x.device.type)
@@ -526,6 +538,18 @@ def wait_like(head: nn.Linear, other: nn.Linear) -> None:
     """Marks a head as another one is."""
     own: _WaitingForward = other.__dict__["forward"]
     head.__dict__["forward"] = own.of(head)
+
+
+def _runs_twice() -> bool:
+    """Whether this is a forward that ``torch.utils.checkpoint`` repeats, or repeats just now."""
+    hooks = saved_tensor_hooks()
+    is_first = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return is_first or backward_in_progress() >= 0
+
+
+def is_head(module: nn.Module) -> bool:
+    """Whether it may leave its logits to a loss; then it keeps nothing that a recomputation would save."""
+    return isinstance(module.__dict__.get("forward"), _WaitingForward)
 
 
 def mark_heads(model: nn.Module, chunks: int | str) -> list[str]:
