@@ -243,6 +243,10 @@ def test_large_logits_are_left_to_the_loss_unless_all_are_needed() -> None:
         assert not isinstance(head(torch.ones(1, 100, 4)), PendingLogits)
         logits = head(torch.ones(1, 200, 4))
         assert isinstance(logits, PendingLogits)
+        with torch.no_grad():  # an evaluation that needs all says nothing of the training
+            head(torch.ones(1, 200, 4)).argmax(-1)
+            assert not isinstance(head(torch.ones(1, 200, 4)), PendingLogits)
+        assert isinstance(head(torch.ones(1, 200, 4)), PendingLogits)
         logits.argmax(-1)
         assert not isinstance(head(torch.ones(1, 200, 4)), PendingLogits)
 

@@ -155,7 +155,7 @@ class PendingLogits(Tensor):
     def whole(self) -> Tensor:
         """The logits, computed once."""
         if self._whole is None:
-            self._of.head.gave_whole()
+            self._of.head.gave_whole(trains=self._of.trains)
             self._whole = self._of.computed()
         return self._whole
 
@@ -452,7 +452,7 @@ class _WaitingForward:
         self._head = head
         self._name = name
         self._pieces = pieces
-        self._has_given_up = False
+        self._gave_whole: set[bool] = set()  # whether gradients were recorded
         self._told = False
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -478,7 +478,9 @@ class _WaitingForward:
 
     def _waits_in(self, x: Tensor) -> torch.dtype | None:
         """The type of logits that wait; None where they are computed now."""
-        if type(x) not in _Heads.may_wait_with or self._has_given_up or x.dim() < 2 or not x.numel():
+        if type(x) not in _Heads.may_wait_with or x.dim() < 2 or not x.numel():
+            return None
+        if self._pieces is None and torch.is_grad_enabled() in self._gave_whole:
             return None
         if not self.waits_with(x.numel() // x.shape[-1], x.element_size()):
             return None
@@ -512,11 +514,10 @@ class _WaitingForward:
             return -(-num_rows // self._pieces)
         return max(self._head.in_features // 2, 1)
 
-    def gave_whole(self) -> None:
-        """The script uses logits otherwise than in a loss, too: they may as well be computed by the head."""
-        if self._pieces is None:
-            self._has_given_up = True
-        elif not self._told:
+    def gave_whole(self, *, trains: bool) -> None:
+        """The script uses logits otherwise than in a loss, too: next time they are computed by the head."""
+        self._gave_whole.add(trains)
+        if self._pieces is not None and not self._told:
             self._told = True
             log.warning(
                 "%s: the logits of %s are used here otherwise than in a loss, so they are computed whole: "
