@@ -12,7 +12,7 @@ from zoo_modules import Block
 from shardwright.config import Config
 from shardwright.errors import ConfigError
 from shardwright.testing import run_ranks
-from shardwright.torch.backward import pending_logits
+from shardwright.torch.backward import pending_losses
 
 WORDS, WIDTH = 1024, 16
 
@@ -76,13 +76,13 @@ CASES = {
 def found_in_pieces(tied: bool) -> tuple[dict[str, list[str]], int]:
     """What differs, and how often a loss was computed in pieces."""
     pieces: list[bool] = []
-    reduced = pending_logits._Logits.reduced
+    reduced = pending_losses.Logits.reduced
 
     def counted(self: Any, *args: Any, **options: Any) -> Tensor:
         pieces.append(options["sums"])
         return reduced(self, *args, **options)
 
-    pending_logits._Logits.reduced = counted  # type: ignore[method-assign]
+    pending_losses.Logits.reduced = counted  # type: ignore[method-assign]
     loss = next_word_alone if tied else next_word
     recipe = Recipe(build=lambda: Words(tied), batch=ids, loss=loss)
     return differences_by_case(recipe, CASES), len(pieces)

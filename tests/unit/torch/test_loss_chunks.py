@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.run.context import context
-from shardwright.torch.backward.pending_logits import PendingLogits, heads_may_wait, mark_heads
+from shardwright.torch.backward.pending_logits import PendingLogits
+from shardwright.torch.backward.waiting_heads import heads_may_wait, mark_heads
 
 V, H = 13, 6
 IDS = torch.arange(15).reshape(3, 5) % V

@@ -12,7 +12,7 @@ from shardwright.comm.joining.store import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, replica_board
 from shardwright.torch.backward.loss_reduction import forms_of_batch
-from shardwright.torch.backward.pending_logits import heads_may_wait, mark_heads
+from shardwright.torch.backward.waiting_heads import heads_may_wait, mark_heads
 from shardwright.torch.batch.batch import Batch, BatchGradients
 from shardwright.torch.batch.step_output import BatchResult, Figures
 from shardwright.torch.execution.agreement import (

@@ -22,7 +22,7 @@ from shardwright.runtime.action_loop import note_begin
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward.batch_data import WatchedData
 from shardwright.torch.backward.loss_reduction import LossForm, Shadows, WatchedEvaluation, forms_of_batch
-from shardwright.torch.backward.pending_logits import heads_may_wait, mark_heads
+from shardwright.torch.backward.waiting_heads import heads_may_wait, mark_heads
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import BatchResult, Figures, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_units
