@@ -15,13 +15,14 @@ less work.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.torch._private import (
     FakeTensor,
     backward_in_progress,
@@ -124,11 +125,17 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         # Parameters are kept as they are: what recomputation gives back for a saved tensor is a copy.
-        ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
         ctx.transposed = transposed
         ctx.uses = _count_use(weight)
-        result = F.linear(x, weight.t() if transposed else weight, bias)
+        ctx.casts = False
+        if (dtype := _autocast_dtype(x)) is not None:
+            ctx.casts = x.dtype is not dtype
+            # By hand: autocast would keep a cast that is made here, where nothing is recorded.
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(x)
+        with nullcontext() if dtype is None else torch.autocast(x.device.type, enabled=False):
+            result = F.linear(x, weight.t() if transposed else weight, bias)
         # A view made in here must not be changed in place, as an activation behind it may well do.
         return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
@@ -137,9 +144,15 @@ class _SplitLinear(torch.autograd.Function):
         (grad,) = gradients
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
+        if ctx.casts and torch.is_grad_enabled():
+            raise UsageError(
+                "a gradient of a gradient goes through a linear layer that autocast casts for, and whose "
+                "backward a zero-bubble schedule splits: set pipeline to 1f1b."
+            )
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ (weight.t() if ctx.transposed else weight)
+            own = weight.to(grad.dtype)
+            grad_x = grad @ (own.t() if ctx.transposed else own)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         x_NI = x.reshape(-1, x.shape[-1])
         left_N, right_N = (x_NI, grad_NO) if ctx.transposed else (grad_NO, x_NI)
@@ -239,6 +252,14 @@ def _notify(uses: dict[int, int] | None, weight: Tensor, bias: Tensor | None) ->
             _PutOff.listener(bias)
 
 
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type to which autocast casts an argument; None where it does not."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64 or not x.is_floating_point():
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def _is_plain(parameter: Any) -> bool:
     """Whether it is an ordinary parameter: not a subclass with a backward of its own, not computed."""
     return parameter is None or (type(parameter) in (nn.Parameter, FakeTensor) and parameter.is_leaf)
@@ -261,12 +282,15 @@ class _SplitForward:
         if torch.compiler.is_dynamo_compiling() or not _PutOff.allowed or active_handler() is not None:
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
         weight, bias = self._module.weight, self._module.bias
-        plain = type(x) in _PLAIN and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
+        # Under autocast a linear layer casts what it takes; a convolution is left to autograd.
+        casts = _autocast_dtype(x) is not None and self._function is _SplitLinear
+        fits = casts or x.dtype == weight.dtype
+        plain = type(x) in _PLAIN and fits and _is_plain(weight) and _is_plain(bias)
         if (
             not plain
             or x.is_complex()  # gradients would have to be conjugated
             or not torch.is_grad_enabled()
-            or torch.is_autocast_enabled(x.device.type)
+            or (torch.is_autocast_enabled(x.device.type) and not casts)
             or function_transforms_active()
             or self._dim not in (None, x.dim())
         ):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.torch.backward.batch_data import WatchedData
 from shardwright.torch.backward.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.interception.step_code import ReadingStep
@@ -68,6 +69,41 @@ def test_gradients_are_those_of_the_plain_module(name):
         work()
     for found, expected in zip(gradients(split, y), gradients(plain, x), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_linear_layer_is_split_under_autocast(dtype):
+    """Zero-bubble schedules were planned with work for later, and there was none."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4, bias=False))
+    split = copy.deepcopy(plain)
+    split_modules(split)
+    x = torch.randn(3, 6, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        whole, loss = ((module(given).float() ** 2).sum() for module, given in ((plain, x), (split, y)))
+    whole.backward()
+    with put_off_weights([loss.grad_fn]) as put_off:
+        loss.backward()
+    assert torch.equal(loss, whole)
+    assert len(put_off) == 2
+    assert split[0].weight.grad is None
+    for work in put_off:
+        work()
+    for found, expected in zip(gradients(split, y), gradients(plain, x), strict=True):
+        assert found.dtype is torch.float32
+        assert torch.equal(found, expected)
+
+
+def test_a_gradient_of_a_gradient_of_a_cast_is_refused():
+    """It would leave out the way through the cast."""
+    module = nn.Linear(6, 5)
+    split_modules(module)
+    x = torch.randn(3, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = module(x).float().square().sum()
+    with pytest.raises(UsageError, match=r"a gradient of a gradient .* set pipeline to 1f1b"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 @pytest.mark.parametrize("name", SPLIT)
