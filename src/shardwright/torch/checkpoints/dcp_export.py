@@ -6,7 +6,7 @@ the meta device. FSDP2 loads what `get_state_dict` would have saved; torchtitan 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,16 @@ def _state(saved: SavedCheckpoint, planner: _Planner, *, prefix: str, flat: bool
         entry = saved.entry(full)
         return planner.later(entry.shape, entry.dtype, partial(read_part, saved, full))
 
+    sources = ModelTensors(saved, prefix=prefix, ties=True).sources
+    masters = {  # what the optimizer updates, under each name of a tied weight; the model has it rounded
+        id(sources[name.removeprefix(prefix)]): full
+        for full, name in _masters(saved, len(document.optimizers))
+    }
     model: dict[str, Any] = {
-        name: planner.later(source.shape, source.dtype, partial(whole_tensor, source))
-        for name, source in ModelTensors(saved, prefix=prefix, ties=True).sources.items()
+        name: part(masters[id(source)])
+        if id(source) in masters
+        else planner.later(source.shape, source.dtype, partial(whole_tensor, source))
+        for name, source in sources.items()
     }
     for name, content in document.extra_states.items():
         model[f"{name}._extra_state".removeprefix(".").removeprefix(prefix)] = plain(content)
@@ -108,11 +115,7 @@ def _state(saved: SavedCheckpoint, planner: _Planner, *, prefix: str, flat: bool
             groups.append({**options, "params": [name.removeprefix(prefix) for name in members]})
         for full in saved.index.tensors:
             name, _, key = full.removeprefix(begin).rpartition("/")
-            if not full.startswith(begin) or not name or key.startswith("other."):
-                continue
-            if key == MASTER:  # what the optimizer updates; the model has it rounded
-                model[name.removeprefix(prefix)] = part(full)
-            else:
+            if full.startswith(begin) and name and key != MASTER and not key.startswith("other."):
                 state.setdefault(name.removeprefix(prefix), {})[key] = part(full)
         for name, content in optimizer.others.items():
             state.setdefault(name.removeprefix(prefix), {}).update(plain(content))
@@ -122,6 +125,15 @@ def _state(saved: SavedCheckpoint, planner: _Planner, *, prefix: str, flat: bool
         return {**others, "model": model, **optimizers}
     others["train_state"] = {"ntokens_seen": 0, **others.get("train_state", {}), "step": saved.step}
     return {**others, **model, **({"optimizer": _flat(state, groups)} if groups else {})}
+
+
+def _masters(saved: SavedCheckpoint, num_optimizers: int) -> Iterator[tuple[str, str]]:
+    """The master copies: their full names, and those of their parameters."""
+    for begin in map(optimizer_prefix, range(num_optimizers)):
+        for full in saved.index.tensors:
+            name, _, key = full.removeprefix(begin).rpartition("/")
+            if full.startswith(begin) and key == MASTER:
+                yield full, name
 
 
 def _flat(state: dict[str, dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
