@@ -11,6 +11,7 @@ has one, or, where workers read, of torchdata's `StatefulDataLoader` around it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -65,10 +66,11 @@ class StreamLoader:
         self._loader = self._with_workers(options) if options.get("num_workers") else None
         self._stateful = stream if self._loader is None else self._loader
         self._first = None  # the state before any sample, of a stream that goes on where it is
-        if self._loader is None and _has_state(stream) and not hasattr(stream, "set_epoch"):
-            self._first = stream.state_dict()
+        if self._loader is None and not hasattr(stream, "set_epoch"):
+            self._first = self._state()
         self._loaded: Any = None
         self._ahead: Any = None  # the state behind the batch, where another one has been read
+        self._ended = False  # nothing is behind the batch; the stream may be at its beginning again
         self.epoch = 0
         self.position = 0
 
@@ -76,15 +78,17 @@ class StreamLoader:
         """The batches of this replica, for the rest of the epoch."""
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(self.epoch)
+        ended, self._ended = self._ended, False
         state, self._loaded = self._loaded, None
         if state is None and self.position and _has_state(self._stateful):
-            state = self._now()  # the rest, after a loop that was left
+            state = None if ended else self._now()  # the rest, after a loop that was left
         elif state is None:
-            self.position, state = 0, self._first if self.epoch else None
+            self.position, state = 0, self._first
+        self._ahead = None
         if state is not None:
-            self._stateful.load_state_dict(state)
+            self._stateful.load_state_dict(deepcopy(state))
         here = (self.epoch, self.position)
-        for num_samples, batch in self._global_batches():
+        for num_samples, batch in () if ended else self._global_batches():
             if here != (self.epoch, self.position):
                 raise UsageError(
                     "the position of the data loader has changed in the middle of a loop over it: another "
@@ -94,7 +98,7 @@ class StreamLoader:
             self.position += num_samples
             here = (self.epoch, self.position)
             yield batch
-        self.epoch, self.position, self._ahead = self.epoch + 1, 0, None
+        self.epoch, self.position, self._ahead, self._ended = self.epoch + 1, 0, None, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, to be saved."""
@@ -104,7 +108,9 @@ class StreamLoader:
                 "and load_state_dict(). Give it both (data sets of Hugging Face have them), or leave the "
                 "loader out of sw.Checkpoints(state=...): a resumed run then begins the stream anew."
             )
-        state = self._now() if self._loaded is None and self.position else self._loaded
+        state = self._loaded
+        if state is None and self.position and not self._ended:
+            state = self._now()
         workers = 0 if self._loader is None else self._loader.num_workers
         return {"epoch": self.epoch, "position": self.position, "workers": workers, "stream": state}
 
@@ -126,12 +132,17 @@ class StreamLoader:
                 "here: workers read a stream in turns, and the samples would be others. Give it as many."
             )
         self.epoch, self.position, self._loaded = state["epoch"], state["position"], state["stream"]
+        self._ahead, self._ended = None, self._loaded is None and self.position > 0
 
     # ---- inside ----
 
     def _now(self) -> Any:
         """The state of the stream behind the last batch that was given out."""
-        return self._stateful.state_dict() if self._ahead is None else self._ahead
+        return self._state() if self._ahead is None else self._ahead
+
+    def _state(self) -> Any:
+        """The state of the stream, which may go on to change the one that it gives."""
+        return deepcopy(self._stateful.state_dict()) if _has_state(self._stateful) else None
 
     def _with_workers(self, options: dict[str, Any]) -> Any:
         try:
@@ -161,10 +172,12 @@ class StreamLoader:
         while len(batch) == self._batch_size or (batch and not self._drop_last):
             rest: list[Any] = []
             if not self._drop_last:
-                self._ahead = self._stream.state_dict() if _has_state(self._stream) else None
-                rest = list(islice(samples, self._batch_size))
+                self._ahead = self._state()
+                if len(batch) == self._batch_size:
+                    rest = list(islice(samples, self._batch_size))
                 if len(rest) < self._part.replicas:  # too few for a batch of their own
                     batch, rest = batch + rest, []
+                self._ended = not rest and _has_state(self._stream)
             yield len(batch), self._part(batch)
             batch = rest if not self._drop_last else list(islice(samples, self._batch_size))
 

@@ -114,6 +114,77 @@ def test_a_position_is_behind_the_batch_that_was_given_out() -> None:
     assert list(again) == list(batches)
 
 
+class Rewinds(Stream):
+    """Begins anew at its end, by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.next = 0
+
+
+class Alive(Stream):
+    """Gives its own dictionary away, and takes another's as its own."""
+
+    def __init__(self, num: int):
+        self.own = {"next": 0}
+        super().__init__(num)
+
+    @property
+    def next(self) -> int:
+        return self.own["next"]
+
+    @next.setter
+    def next(self, number: int) -> None:
+        self.own["next"] = number
+
+    def state_dict(self) -> dict[str, int]:
+        return self.own
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.own = state
+
+
+@pytest.mark.parametrize("kind", [Stream, Rewinds, Alive])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("num", "replicas"), [(5, 2), (7, 3), (8, 2), (12, 1)])
+def test_each_position_of_an_epoch_goes_on_with_the_rest(
+    kind: Any, drop_last: bool, num: int, replicas: int
+) -> None:
+    """5 samples by 2 replicas were saved as "4 were read", behind a batch that took in the fifth: "the stream
+    has 1 samples left". A stream that begins anew at its end was read twice, where all were read ahead."""
+    first = loader(kind(num), 4, 0, replicas, drop_last=drop_last)
+    whole = list(first)
+    assert list(first) == list(first) == whole
+    states = []
+    for batch in first:
+        states.append((batch, saved(first)))
+    for place, (batch, state) in enumerate(states):
+        assert batch == whole[place]
+        again = loader(kind(num), 4, 0, replicas, drop_last=drop_last)
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        assert list(again) == whole[place + 1 :]
+        assert (again.epoch, again.position) == (state["epoch"] + 1, 0)
+        assert list(again) == whole
+
+
+@pytest.mark.parametrize("kind", [Stream, Rewinds, Alive])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_one_goes_back_in_the_same_process(kind: Any, drop_last: bool) -> None:
+    """The state of a loader that had read nothing went on where the stream was."""
+    each = loader(kind(12), 4, drop_last=drop_last)
+    states = [each.state_dict()]
+    for number in range(3):
+        assert next(iter(each)) == [*range(4 * number, 4 * number + 4)]
+        states.append(each.state_dict())
+    for number in (3, 0, 2, 0, 1):
+        each.load_state_dict(states[number])
+        assert [sample for batch in each for sample in batch] == [*range(4 * number, 12)]
+        each.load_state_dict(states[number])
+        for _ in each:
+            break
+
+
 def test_batches_are_collated_as_ever() -> None:
     made = sw.data_loader(Stream(8), 4)
     assert isinstance(made, StreamLoader)
