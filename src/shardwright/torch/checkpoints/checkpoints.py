@@ -140,7 +140,10 @@ class Checkpoints:
         self._saves.last_step = self._last_done = resumed.step
         assert current.reporter is not None
         current.reporter.num_steps = resumed.calls
-        self._say("resumed", f"resumed from {show_path(saved.path)}", step=resumed.step, name=saved.path.name)
+        missing = shortened(resumed.missing)
+        anew = f"; what was imported has no {missing}: begun anew" if missing else ""
+        text = f"resumed from {show_path(saved.path)}{anew}"
+        self._say("resumed", text, step=resumed.step, name=saved.path.name)
         if not saved.has_finite_weights and current.rank == 0:
             self._point_out_weights(saved)
         return resumed.step

@@ -133,6 +133,7 @@ class Resumed:
     Attributes:
         calls: of step functions that trained until then.
         waits: the first step loads what this rank has of it.
+        missing: names of the run's states that an imported checkpoint does not have.
     """
 
     def __init__(self, context: ScriptRun, model: DistributedModel, saved: SavedCheckpoint, *, strict: bool):
@@ -146,6 +147,7 @@ class Resumed:
         self.calls = self.step if self._document.calls is None else self._document.calls
         self._remade = _remade(model, self._document, saved)
         self.waits = False
+        self.missing: list[str] = []
 
     def check(self, states: Mapping[str, Any]) -> None:
         """Refuses a checkpoint of another model, or of a run with other optimizers or states."""
@@ -208,7 +210,9 @@ class Resumed:
         if model.scaling is not None and document.loss_scale is not None:
             model.scaling.scaler.restore(document.loss_scale)
         for name, each in states.items():
-            if document.layout is not None or name in document.states:
+            if document.layout is None and name not in document.states:
+                self.missing.append(name)
+            else:
                 each.load_state_dict(self._state_of(name))
         self._restore_generators()
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cli.calling import call
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwright.torch as sw
 from shardwright.checkpoint.folder import CheckpointFolder
@@ -51,6 +53,45 @@ def run(folder: Path, *, steps: int, **settings: Any) -> None:
         checkpoints.close()
     finally:
         sw.shutdown()
+
+
+class Counter:
+    """Something with a state."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def trained() -> dict[str, Any]:
+    """The state after an update of PyTorch alone."""
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": dict(weights), "optimizer": dict(moments)}
+
+
+def test_states_that_begin_anew_are_named(tmp_path: Path, capsys: Any) -> None:
+    """``state={"scheduler": ...}`` of a folder that has ``sched`` began anew without a word."""
+    source = save({**trained(), "sched": {"count": 7}}, tmp_path / "there")
+    assert call(capsys, "ckpt", "import", source, "-o", tmp_path / "run")[0] == 0
+    sw.init({"run_dir": "off", "profile": "estimated"})
+    try:
+        model = sw.DistributedModel(Tied())
+        sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        states = {"sched": Counter(), "scheduler": Counter(), "data": Counter()}
+        sw.Checkpoints(tmp_path / "run", state=states).resume()
+    finally:
+        sw.shutdown()
+    assert [each.count for each in states.values()] == [7, 0, 0]
+    said = capsys.readouterr().err
+    assert "step-00000001; what was imported has no scheduler, data: begun anew" in said
 
 
 @pytest.mark.parametrize("flat", [False, True])
