@@ -13,14 +13,18 @@ has one, or, where workers read, of torchdata's `StatefulDataLoader` around it.
 from collections.abc import Callable, Iterable, Iterator, Sized
 from copy import deepcopy
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy
+from torch import Tensor, strided
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shardwright.errors import CheckpointError, UsageError
 
 _STATE = ("state_dict", "load_state_dict")
+_LOOKED_AT = 256  # elements of a tensor
 
 
 def is_stream(dataset: Any) -> bool:
@@ -40,6 +44,52 @@ def check_stream(stream: Any, *, shuffle: bool | None) -> None:
             "shuffle=True was asked of a stream, of which nobody knows all samples. Shuffle in it: "
             "dataset.shuffle(seed=..., buffer_size=...) of Hugging Face."
         )
+    split = getattr(stream, "_distributed", None)  # of Hugging Face
+    if getattr(split, "world_size", 1) > 1:
+        raise UsageError(
+            f"the stream is part {split.rank} of {split.world_size} already (split_dataset_by_node), and "
+            "sw.data_loader gives each replica its part of each batch: samples would be left out. Give it "
+            "the whole stream; or read the part by a StatefulDataLoader of your own."
+        )
+
+
+class FirstBatch:
+    """The first global batch that this rank has read from a stream, for a comparison with other ranks'."""
+
+    _digest: ClassVar[float] = 0.0
+
+    @classmethod
+    def note(cls, samples: list[Any]) -> None:
+        content = sha256()
+        for part in _content(samples):
+            content.update(part)
+        cls._digest = float(int.from_bytes(content.digest()[:6], "little"))
+
+    @classmethod
+    def take(cls) -> float:
+        """Equal for equal samples; 0 where none were read since."""
+        digest, cls._digest = cls._digest, 0.0
+        return digest
+
+
+def _content(value: Any) -> Iterator[bytes]:
+    """What tells a sample from others, of the values that have a content."""
+    if isinstance(value, dict):
+        value = [each for item in value.items() for each in item]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _content(each)
+    elif isinstance(value, Tensor) and value.layout is strided and not (value.is_meta or value.is_nested):
+        yield from _content(_some(value.detach().reshape(-1)))
+    elif isinstance(value, numpy.ndarray) and value.dtype != object:
+        yield from _content(_some(value.reshape(-1)))
+    elif isinstance(value, str | bytes | int | float | numpy.generic):
+        yield repr(value).encode()
+
+
+def _some(numbers: Any) -> list[Any]:
+    found: list[Any] = numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist()
+    return found
 
 
 class StreamLoader:
@@ -70,6 +120,7 @@ class StreamLoader:
             self._first = self._state()
         self._loaded: Any = None
         self._ahead: Any = None  # the state behind the batch, where another one has been read
+        self._compared = False  # a first batch was noted
         self._ended = False  # nothing is behind the batch; the stream may be at its beginning again
         self.epoch = 0
         self.position = 0
@@ -169,6 +220,9 @@ class StreamLoader:
             return
         samples = iter(self._stream)
         batch = list(islice(samples, self._batch_size))
+        if not self._compared:
+            self._compared = True
+            FirstBatch.note(batch)
         while len(batch) == self._batch_size or (batch and not self._drop_last):
             rest: list[Any] = []
             if not self._drop_last:

@@ -82,6 +82,8 @@ def streamed(
     loader: Any
     if kind == "one for all":
         loader = sw.data_loader(Samples(0, 1), 8)
+    elif kind == "in another order":
+        loader = sw.data_loader(Samples(sw.rdp_rank(), 1), 8)
     elif kind == "one for each":
         loader = OwnLoader(Samples(sw.rdp_rank(), sw.rdp_size()), 8 // sw.rdp_size())
     else:
@@ -163,3 +165,8 @@ def test_streams_of_replicas_go_on_with_as_many(tmp_path: Path) -> None:
 def test_replicas_that_read_the_same_stream_are_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="all 2 replicas have the same samples in step 1"):
         run_ranks(streamed, 2, REPLICAS, tmp_path, 2, kind)
+
+
+def test_replicas_that_read_streams_in_other_orders_are_told(tmp_path: Path, capfd: Any) -> None:
+    run_ranks(streamed, 2, REPLICAS, tmp_path, 2, "in another order")
+    assert capfd.readouterr().err.count("in step 1, rank 1 had read other samples than rank 0") == 1

@@ -43,7 +43,8 @@ from shardwright.torch.execution.agreement import TrainedModel
 from shardwright.torch.loss_scale import losses_were_scaled, scale_of_losses
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of
-from shardwright.torch.step_end.training_alike import OwnScaling, SameSamples, frozen_otherwise
+from shardwright.torch.step_end.training_alike import OwnScaling, SameSamples, SameStream, frozen_otherwise
+from shardwright.torch.streams import FirstBatch
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 _MOST_IN_A_ROW = 20
@@ -219,10 +220,11 @@ class _Column(IntEnum):
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
     bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``BETWEEN_S`` is what the
-    script took between two steps, ``HELD_UP_S`` what its process stood still. ``TRAINED`` is a digest
-    of which parameters are trained, ``SAMPLES`` one of the batch; ``WEIGHT`` is the sum of the weights of
-    losses; ``SCALED`` is the script's factor on gradients; from ``NUMBERS`` on come digests of what
-    optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
+    script took between two steps, ``HELD_UP_S`` what its process stood still. ``TRAINED`` is a digest of
+    which parameters are trained, ``SAMPLES`` one of the batch, ``STREAM`` one of the first samples read from
+    a stream; ``WEIGHT`` is the sum of the weights of losses; ``SCALED`` is the script's factor on gradients;
+    from ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are
+    finite where everything in them is.
     """
 
     BUSY_S = 0
@@ -233,14 +235,15 @@ class _Column(IntEnum):
     HELD_UP_S = 5
     TRAINED = 6
     SAMPLES = 7
-    WEIGHT = 8
-    SCALED = 9
-    NUMBERS = 10
-    COMMON_NUMBERS = 11
-    DEVICE_NUMBERS = 12
-    COMMON_DEVICE_NUMBERS = 13
-    LOSS = 14
-    GRADIENTS = 15
+    STREAM = 8
+    WEIGHT = 9
+    SCALED = 10
+    NUMBERS = 11
+    COMMON_NUMBERS = 12
+    DEVICE_NUMBERS = 13
+    COMMON_DEVICE_NUMBERS = 14
+    LOSS = 15
+    GRADIENTS = 16
 
 
 class StepEnd:
@@ -256,6 +259,7 @@ class StepEnd:
         self.finiteness = _Finiteness(context, model)
         self.numbers = GroupNumbers(context)
         self._samples = SameSamples(context)
+        self._stream = SameStream(context)
         self._scaling = OwnScaling(context)
 
     def note(self, optimizer: Optimizer) -> bool:
@@ -281,6 +285,7 @@ class StepEnd:
         problem = problem or self.numbers.judge(numbers, step=step)
         same = self._samples.look(columns[_Column.SAMPLES], step=step)
         problem = problem or same
+        self._stream.look(columns[_Column.STREAM], step=step)
         self._scaling.look(columns[_Column.SCALED])
         reporter.step_done(
             run,
@@ -315,7 +320,7 @@ class StepEnd:
         assert isinstance(reporter, Reporter)
         return [
             *reporter.figures_of(row),
-            *(self._model.replicas.digest_of_trained, self._samples.digest(batch), 1.0),
+            *(self._model.replicas.digest_of_trained, self._samples.digest(batch), FirstBatch.take(), 1.0),
             *(self._scaling.factor, *self.numbers.digests(), 0.0, self.finiteness.of_gradients()),
         ]
 

@@ -133,6 +133,27 @@ class SameSamples:
         return None
 
 
+class SameStream:
+    """Looks at the first global batch of a stream, of which each replica takes its part."""
+
+    def __init__(self, context: Context):
+        self._context = context
+
+    def look(self, digests: Sequence[float], *, step: int) -> None:
+        """Takes what `FirstBatch` has noted on each rank; warns of other samples, on rank 0."""
+        firsts = (ranks[0] for ranks in self._context.mesh.groups("mp"))
+        read = {rank: digests[rank] for rank in firsts if digests[rank]}
+        other = next((rank for rank, digest in read.items() if digest != next(iter(read.values()))), None)
+        if other is not None and self._context.rank == 0:
+            log.warning(
+                "the replicas take parts of one stream, and in step %d, rank %d had read other samples than "
+                "rank %d: some are trained more than once, others never. If the stream shuffles, give it the "
+                "same seed on all ranks, as in stream.shuffle(seed=0); if it has split itself by rank, give "
+                "it whole. Only where samples differ by random changes (augmentation, masking) is all well.",
+                *(step, other, next(iter(read))),
+            )
+
+
 def _has_numbers(tensor: Tensor) -> bool:
     return not (tensor.is_complex() or tensor.is_nested or tensor.is_meta)
 

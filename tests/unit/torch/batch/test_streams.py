@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -11,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import shardwright.torch as sw
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch.checkpoints.encoded import decode, encode
-from shardwright.torch.streams import StreamLoader
+from shardwright.torch.streams import FirstBatch, StreamLoader
 
 
 @pytest.fixture(autouse=True)
@@ -219,6 +222,35 @@ def test_a_stream_without_a_state_is_read_and_not_saved() -> None:
 def test_mistakes(call: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call()
+
+
+def test_a_part_of_a_stream_is_refused() -> None:
+    """Each replica took its part of a part: half of all samples were never seen."""
+    part = Stream(8)
+    part._distributed = SimpleNamespace(rank=1, world_size=2)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"is part 1 of 2 already \(split_dataset_by_node\)"):
+        sw.data_loader(part, 4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "others"),
+    [
+        ([1, 2], [2, 1]),
+        ([{"x": "a", "y": 0.5}], [{"x": "a", "y": 0.25}]),
+        ([(torch.ones(2, 2), None)], [(torch.eye(2), None)]),
+        ([torch.ones(3, dtype=torch.bfloat16)], [torch.zeros(3, dtype=torch.bfloat16)]),
+        ([numpy.arange(4)], [numpy.arange(4)[::-1]]),
+        ([numpy.float32(1)], [numpy.float32(2)]),
+    ],
+)
+def test_a_first_batch_is_told_from_others(samples: Any, others: Any) -> None:
+    def digest(batch: Any) -> float:
+        FirstBatch.note(batch)
+        return FirstBatch.take()
+
+    assert digest(samples) == digest(deepcopy(samples)) != digest(others)
+    assert digest([object()]) == digest([object()])  # of no known content
+    assert FirstBatch.take() == 0
 
 
 def test_other_loaders_are_told_apart() -> None:

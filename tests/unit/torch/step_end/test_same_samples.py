@@ -15,7 +15,7 @@ from shardwright.errors import UsageError
 from shardwright.mesh import Mesh
 from shardwright.torch.loss_scale import LossScaler
 from shardwright.torch.step_end.group_numbers import GroupNumbers
-from shardwright.torch.step_end.training_alike import SameSamples
+from shardwright.torch.step_end.training_alike import SameSamples, SameStream
 
 # The second rank of a pipeline may load anything.
 SAME = [2.5, 1.0, 2.5, 1.1]
@@ -52,6 +52,21 @@ def test_other_samples(told, steps):
 
 def test_one_replica(told):
     assert not told([2.5, 2.5], [2.5, 2.5], mesh=Mesh.of(world_size=2, pipeline=2))
+
+
+@pytest.mark.parametrize(
+    ("digests", "says"),
+    [
+        ([3.0, 8.0, 3.0, 9.0], False),
+        ([3.0, 0.0, 0.0, 0.0], False),  # only one reads a stream
+        ([3.0, 3.0, 4.0, 4.0], True),
+    ],
+)
+def test_replicas_that_read_other_streams(digests, says, caplog):
+    """A shuffle without a seed lost samples, and trained others twice."""
+    SameStream(SimpleNamespace(mesh=TWO_REPLICAS, rank=0)).look(digests, step=1)  # type: ignore[arg-type]
+    text = "in step 1, rank 2 had read other samples than rank 0"
+    assert [text in record.getMessage() for record in caplog.records] == [True] * says
 
 
 def test_every_change_of_a_number_is_another_digest():
