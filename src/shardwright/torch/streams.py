@@ -44,8 +44,8 @@ def check_stream(stream: Any, *, shuffle: bool | None) -> None:
             "shuffle=True was asked of a stream, of which nobody knows all samples. Shuffle in it: "
             "dataset.shuffle(seed=..., buffer_size=...) of Hugging Face."
         )
-    split = getattr(stream, "_distributed", None)  # of Hugging Face
-    if getattr(split, "world_size", 1) > 1:
+    split: Any = getattr(stream, "_distributed", None)  # of Hugging Face
+    if split is not None and split.world_size > 1:
         raise UsageError(
             f"the stream is part {split.rank} of {split.world_size} already (split_dataset_by_node), and "
             "sw.data_loader gives each replica its part of each batch: samples would be left out. Give it "
