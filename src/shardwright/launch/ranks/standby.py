@@ -29,6 +29,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO
 
+from shardwright.after_import import objects_are_frozen
 from shardwright.launch.processes import die_with_parent, kill_group, num_threads
 from shardwright.libraries import LIBRARIES, read_libraries
 
@@ -158,6 +159,7 @@ def main() -> tuple[CodeType, dict[str, Any]]:
     sys.path[:] = search_path
     gc.collect()
     gc.freeze()  # ranks share these pages as long as nobody writes to them
+    objects_are_frozen()  # counted here, and not by each rank
     words = _serve(folder / "standby", agent_pid)
     for number, handler in before.items():
         signal.signal(number, handler)
