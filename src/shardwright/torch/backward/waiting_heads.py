@@ -24,6 +24,7 @@ from shardwright.torch.pytorch.modules import user_line
 log = logging.getLogger(__name__)
 
 _LEAST_BYTES = 2**24
+_LEAST_WORDS = 2**10  # a call of a smaller layer is not to pay for the question
 
 
 class _Heads:
@@ -178,13 +179,15 @@ def mark_heads(model: nn.Module, chunks: int | str) -> list[str]:
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     }
     most = max((module.out_features for module in linear.values()), default=0)
+    if chunks == "off" or (chunks == "auto" and most < _LEAST_WORDS):
+        return []
     found = []
     for name, module in linear.items():
         own = module.__dict__.get("forward")
         is_plain = own is None or getattr(own, "__func__", None) is nn.Linear.forward
         is_plain &= module._parameters.get("weight") is not None
         has_hooks = module._forward_hooks or module._backward_hooks or module._forward_pre_hooks
-        if chunks == "off" or module.out_features != most or has_hooks:
+        if module.out_features != most or has_hooks:
             continue
         if is_plain:
             pieces = None if chunks == "auto" else int(chunks)
