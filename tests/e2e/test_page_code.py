@@ -112,6 +112,8 @@ ROWS: dict[str, Runs | str] = {
             ("sw.Checkpoints(", 'sw.Checkpoints("saved", '),
         ),
     ),
+    "checkpoints.md-1": "streams a data set of Hugging Face: tests/ranks/checkpoints/test_streams_resumed.py",
+    "checkpoints.md-2": "calls of FSDP2 alone: tests/ranks/checkpoints/test_dcp_folders.py",
     "collectives.md-0": Runs(NAMES, "dist.all_reduce(torch.ones(2))"),
     "collectives.md-1": Runs(GROUP),
     "collectives.md-2": "the choices for GPUs: tests/one_gpu.py",
@@ -139,6 +141,11 @@ ROWS: dict[str, Runs | str] = {
     "script.md-9": Runs(
         f"{LANGUAGE}\nsw.init()\nconfig = GPTJConfig(**sizes, rotary_dim=4)",
         "assert model.module.config is config",
+    ),
+    "script.md-10": Runs(
+        f"{NAMES}\nimport torch.nn.functional as F\nvocabulary = 2048\nsw.init({{'loss_chunks': 4, 'profile': 'estimated'}})\n"
+        "model = sw.DistributedModel(nn.Sequential(nn.Embedding(2048, 8), nn.LayerNorm(8), nn.Linear(8, 2048)))",
+        "assert train_step(model, torch.arange(64).reshape(4, 16)).reduce_mean() > 0",
     ),
     "sharding.md-1": "names options with ... in the place of values",
     "sharding.md-2": Runs(NAMES),

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.run.context import context
+from shardwright.torch.backward.loss_reduction import form_of_loss
 from shardwright.torch.backward.pending_logits import PendingLogits
 from shardwright.torch.backward.waiting_heads import heads_may_wait, mark_heads
 
@@ -210,22 +211,137 @@ def test_pending_logits_answer_as_logits_do() -> None:
         assert torch.equal(logits.detach(), whole)  # and from here on it is computed
 
 
-def test_a_change_in_place_is_refused_where_others_would_not_see_it() -> None:
+def through_a_view(logits: Tensor) -> Tensor:
+    flat = logits.contiguous().double().view(-1, V)
+    flat[:, :2] = -5.0
+    flat.mul_(2)
+    return F.cross_entropy(flat, LABELS.view(-1))
+
+
+def followed_without_gradients(logits: Tensor) -> Tensor:
+    """A target that follows from logits is none of what is trained."""
+    with torch.no_grad():
+        target = logits / 2
+    return F.cross_entropy(logits.view(-1, V), LABELS.view(-1)) + F.mse_loss(logits, target)
+
+
+def looked_at(logits: Tensor) -> Tensor:
+    with torch.inference_mode():
+        logits.argmax(-1)
+    return F.cross_entropy(logits.view(-1, V), LABELS.view(-1))
+
+
+def through_slices(logits: Tensor) -> Tensor:
+    flat = logits.view(-1, V)
+    logits[:, 0].fill_(1.0)
+    for row in range(3):
+        logits[row, 1:, 3].mul_(0.5)
+    return F.cross_entropy(flat, LABELS.view(-1)) + F.cross_entropy(logits.transpose(1, 2), LABELS)
+
+
+def in_other_types(logits: Tensor) -> Tensor:
+    floored = torch.div(logits, 2, rounding_mode="floor").view(-1, V)
+    return F.cross_entropy(floored, LABELS.view(-1)) + F.cross_entropy(
+        logits.type("torch.FloatTensor").view(-1, V), LABELS.view(-1)
+    )
+
+
+BESIDES = [written, through_a_view, through_slices, followed_without_gradients, looked_at, in_other_types]
+
+
+@pytest.mark.parametrize("loss", BESIDES)
+def test_what_a_script_does_besides_counts_as_it_would(loss: Callable[[Tensor], Tensor]) -> None:
+    whole = trained(Words(), loss, chunks="off")
+    torch.testing.assert_close(trained(Words(), loss, chunks=4), whole, rtol=1e-6, atol=1e-9)
+
+
+def test_what_would_not_be_seen_is_refused() -> None:
     model = Words()
     mark_heads(model, 4)
-    torch.testing.assert_close(trained(model, written, chunks=4), trained(Words(), written, chunks="off"))
     with heads_may_wait():
-        logits = model(IDS)
-        logits.view(-1, V)
-        with pytest.raises(UsageError, match=r"__setitem__\(\) changes logits in place, after others"):
-            logits[..., 0] = 0.0
         x = torch.ones(3, 5, H, dtype=torch.float64)
-        logits = model.head(x)
-        x.add_(1.0)
-        with pytest.raises(
-            UsageError, match=r"what the head was given has changed in place .* loss_chunks: off"
-        ):
-            IN_PIECES["flat"](logits)
+        for changed in (x, model.head.weight, model.head.bias):
+            logits = model.head(x)
+            with torch.no_grad():
+                changed.add_(1.0)
+            with pytest.raises(UsageError, match=r"has changed in place since the head was called, .*: off"):
+                IN_PIECES["flat"](logits)
+        logits = model(IDS)
+        loss = IN_PIECES["flat"](logits)
+        with pytest.raises(UsageError, match=r"grad\(\) wants the gradient of logits, and their loss"):
+            torch.autograd.grad(loss, logits)
+        with pytest.raises(UsageError, match=r"a gradient of a gradient .* loss_chunks: off"):
+            torch.autograd.grad(loss, model.embedding.weight, create_graph=True)
+        beside = model.middle.bias.sum()
+        with pytest.raises((UsageError, RuntimeError), match=r"expected device meta|past Python"):
+            (torch.vmap(F.cross_entropy)(model(IDS), IDS).sum() + beside).backward()
+
+
+def test_weights_of_classes_are_those_of_the_forward() -> None:
+    def loss(logits: Tensor) -> Tensor:
+        weights = OF_CLASSES.clone()
+        each = F.cross_entropy(logits.view(-1, V), LABELS.view(-1), weights, reduction="none")
+        if isinstance(logits, PendingLogits):
+            weights.zero_()
+        return each.sum()
+
+    found, whole = (trained(Words(), loss, chunks=chunks) for chunks in (4, "off"))
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_mask_may_pick_nothing(reduction: str) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        none = LABELS > V
+        return F.cross_entropy(logits[none], LABELS[none], reduction=reduction).sum()
+
+    found, whole = (trained(Words(), loss, chunks=chunks) for chunks in (4, "off"))
+    torch.testing.assert_close(found, whole, equal_nan=True)
+
+
+def test_a_bias_alone_may_be_trained() -> None:
+    found = []
+    for chunks in ("off", 4):
+        model = Words().requires_grad_(False)
+        model.head.bias.requires_grad_()
+        found.append(trained(model, IN_PIECES["flat"], chunks=chunks))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+
+
+def test_half_precision_does_not_overflow_before_the_mean() -> None:
+    """A mean over 40,000 rows of one label: their sum is beyond the largest number of 16 bits."""
+    head = nn.Linear(H, V, dtype=torch.float16)
+    mark_heads(head, 40)
+    with heads_may_wait():
+        logits = head(input=torch.full((2, 20_000, H), 4.0, dtype=torch.float16))
+        F.cross_entropy(logits.view(-1, V), torch.zeros(40_000, dtype=torch.int64)).backward()
+    assert head.weight.grad is not None
+    assert head.weight.grad.dtype is torch.float16
+    assert head.weight.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_loss_gets_logits_whole() -> None:
+    """What traces it found no memory: an internal error."""
+    compiled = torch.compile(IN_PIECES["flat"], backend="aot_eager")
+    found, whole = (trained(Words(), compiled, chunks=chunks) for chunks in (4, "off"))
+    torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_a_frozen_body_is_read_as_it_is(reduction: str) -> None:
+    """Only the head is trained: a sum was taken for a mean, where microbatches were weighed."""
+    found = []
+    for chunks in ("off", 4):
+        model = Words()
+        for frozen in (model.embedding, model.middle):
+            frozen.requires_grad_(False)
+        mark_heads(model, chunks)
+        with heads_may_wait():
+            loss = F.cross_entropy(model(IDS).view(-1, V), LABELS.view(-1), reduction=reduction)
+        form = form_of_loss(loss, samples=3)
+        found.append((form.reduction, [count() for count in form.counts]))
+    assert found[0] == found[1]
 
 
 def test_a_number_of_pieces_is_told_to_be_in_vain(caplog: pytest.LogCaptureFixture) -> None:

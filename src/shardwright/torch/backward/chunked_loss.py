@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.errors import UsageError
 from shardwright.torch._private import backward_keeps_graph, outside_of_functions
 
 RowFunction = Callable[[Tensor, Tensor | None], Tensor]
@@ -73,7 +74,9 @@ class _Gradients:
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]):
         self._weight = weight
         self.of_x = torch.empty_like(x) if wanted[0] else None
-        self.of_weight = torch.zeros_like(weight) if wanted[1] else None
+        # Not divided yet by the number of rows, a sum over them may be too large for half precision.
+        exact = torch.float32 if weight.dtype is torch.float16 else weight.dtype
+        self.of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
         self.of_bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
 
     def add(self, piece: slice, rows: Tensor, weight: Tensor, gradient: Tensor) -> None:
@@ -136,8 +139,12 @@ class _ChunkedLoss(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a gradient of a gradient (create_graph) goes through a loss whose logits are computed piece "
+                "by piece, and which has none: set loss_chunks: off."
+            )
         (gradient,) = gradients
         how: ChunkedRows = ctx.how
         with outside_of_functions():

@@ -295,7 +295,8 @@ class LossWalk:
 
     def _chunked(self, node: Any, depth: int) -> Flow:
         """A loss of logits that are computed piece by piece: a sum over labels, or a mean."""
-        below = self.flow(node.next_functions[0][0], depth + 1)
+        rows = node.next_functions[0][0]
+        below = Rows.ROWS if rows is None else self.flow(rows, depth + 1)  # None: only the head is trained
         if not isinstance(below, Rows):
             raise Neither("a head takes a value of the whole batch")
         if below is Rows.FIXED or node.reduction == 0:

@@ -1,12 +1,12 @@
 """What losses make of logits that nobody has computed yet, piece by piece: see `pending_logits`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch.backward.chunked_loss import ChunkedRows, RowFunction, chunked_loss
@@ -35,8 +35,10 @@ class Logits:
         dtype: in which the head computes.
         each: what becomes of them, row by row.
         channels: they have the shape (N, V, *), and not (*, V).
-        version: of `source`, what the head was given, at that time.
+        given: what must not change before they are computed, and its version as the head was called.
         trains: gradients are recorded, as they were when the head was called.
+        changed: not empty once something was changed in place in their memory, by whatever name.
+        in_pieces: not empty once a loss has computed them so.
     """
 
     head: Head
@@ -46,15 +48,15 @@ class Logits:
     dtype: torch.dtype
     each: tuple[Callable[[Tensor], Tensor], ...] = ()
     channels: bool = False
-    source: Tensor
-    version: int
+    given: tuple[tuple[Tensor, int], ...]
     trains: bool
+    changed: list[bool] = field(default_factory=list)
+    in_pieces: list[bool] = field(default_factory=list)
 
     def computed(self) -> Tensor:
         """The logits, whole."""
         self.refuse_changes()
-        kind = self.x.device.type
-        with plain_torch(), torch.autocast(kind, enabled=False), torch.set_grad_enabled(self.trains):
+        with torch.autocast(self.x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.to(self.dtype)
             made = F.linear(self.x.to(self.dtype), self.weight.to(self.dtype), bias)
             for each in self.each:
@@ -62,17 +64,22 @@ class Logits:
             return made.movedim(-1, 1) if self.channels else made
 
     def refuse_changes(self) -> None:
-        if self.version != self.source._version:
-            raise UsageError(
-                f"{user_line()}: what the head was given has changed in place before the loss has the logits "
-                "computed. Change a copy (x = x.clone()), or set loss_chunks: off."
-            )
+        """The head would have computed with what was there when it was called."""
+        for tensor, version in self.given:
+            # Rows of sharded parameters come and go.
+            if type(tensor) in (Tensor, nn.Parameter) and tensor._version != version:
+                what = "its weight" if isinstance(tensor, nn.Parameter) else "what it was given"
+                raise UsageError(
+                    f"{user_line()}: {what} has changed in place since the head was called, before the loss "
+                    "has its logits computed. Change a copy (x = x.clone()), or set loss_chunks: off."
+                )
 
     def reduced(
         self, loss: RowFunction, beside: Tensor | None, *, sums: bool, count: Tensor | None = None
     ) -> Tensor:
         """What a loss makes of them, piece by piece."""
         self.refuse_changes()
+        self.in_pieces.append(True)
         size = self.head.rows_of_piece(self.x.numel() // self.x.shape[-1])
         trains = self.trains and torch.is_grad_enabled()
         how = ChunkedRows(dtype=self.dtype, each=self.each, loss=loss, sums=sums, size=size, trains=trains)
@@ -90,58 +97,40 @@ def _cross_entropy(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    *,
+    function: Callable[..., Tensor] = F.cross_entropy,
 ) -> Any:
     if size_average is not None or reduce is not None or not _are_rows(logits, of):
         return None
     is_index = not target.is_floating_point()
     rows = logits.shape[:1] + logits.shape[2:]
-    if tuple(target.shape) != tuple(rows if is_index else logits.shape) or target.requires_grad:
-        return None  # what cross_entropy says to that
+    fits = tuple(target.shape) == tuple(rows if is_index else logits.shape)
+    if not fits or target.requires_grad or reduction not in ("mean", "sum", "none"):
+        return None  # what the function says to that
     beside = target.reshape(-1) if is_index else target.movedim(1, -1).reshape(-1, logits.shape[1])
-    kind = "sum" if reduction != "none" else "none"
-    keywords = {"weight": weight, "reduction": kind, "label_smoothing": label_smoothing}
+    kind = "none" if reduction == "none" else "sum"
+    keywords: dict[str, Any] = {"ignore_index": ignore_index, "reduction": kind}
+    if label_smoothing:
+        keywords["label_smoothing"] = label_smoothing
+    if weight is not None:
+        keywords["weight"] = weight.clone() if kind == "none" else weight  # a backward needs it, too
 
     def loss(made: Tensor, labels: Tensor | None) -> Tensor:
         assert labels is not None
-        return F.cross_entropy(made, labels, ignore_index=ignore_index, **keywords)  # type: ignore[arg-type]
+        return function(made, labels, **keywords)
 
     if kind == "none":
         return of.reduced(loss, beside, sums=False).reshape(rows)
     count = None
     if reduction == "mean":
-        count = _counted(beside, weight, ignore_index, dtype=logits.dtype) if is_index else None
-        if count is None:
-            count = torch.tensor(float(len(beside)), device=beside.device, dtype=logits.dtype)
-    elif reduction != "sum":
-        return None
+        count = _counted(beside, weight, ignore_index, dtype=logits.dtype)
     return of.reduced(loss, beside, sums=True, count=count)
 
 
-def _nll_loss(
-    logits: Tensor,
-    of: Logits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    if size_average is not None or reduce is not None or not _are_rows(logits, of):
+def _nll_loss(logits: Tensor, of: Logits, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if target.is_floating_point():
         return None
-    rows, beside = logits.shape[:1] + logits.shape[2:], target.reshape(-1)
-    if tuple(target.shape) != tuple(rows) or reduction not in ("mean", "sum", "none"):
-        return None
-    kind = "sum" if reduction != "none" else "none"
-
-    def loss(made: Tensor, labels: Tensor | None) -> Tensor:
-        assert labels is not None
-        return F.nll_loss(made, labels, weight=weight, ignore_index=ignore_index, reduction=kind)
-
-    if kind == "none":
-        return of.reduced(loss, beside, sums=False).reshape(rows)
-    count = _counted(beside, weight, ignore_index, dtype=logits.dtype) if reduction == "mean" else None
-    return of.reduced(loss, beside, sums=True, count=count)
+    return _cross_entropy(logits, of, target, *args, **kwargs, function=F.nll_loss)
 
 
 def _are_rows(logits: Tensor, of: Logits) -> bool:
@@ -150,10 +139,13 @@ def _are_rows(logits: Tensor, of: Logits) -> bool:
 
 
 def _counted(labels: Tensor, weight: Tensor | None, ignored: int, *, dtype: torch.dtype) -> Tensor:
-    """By how much a mean over labels is divided."""
+    """By how much a mean is divided: over labels that count, or over rows of probabilities."""
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    if labels.is_floating_point():
+        return torch.full((), len(labels), dtype=exact, device=labels.device)
     counts = labels != ignored
     if weight is None:
-        return counts.sum().to(torch.float64 if dtype is torch.float64 else torch.float32)
+        return counts.sum().to(exact)
     return weight[labels.where(counts, 0)].where(counts, 0).sum()
 
 
@@ -162,7 +154,7 @@ def _logsumexp(logits: Tensor, of: Logits, dim: Any, keepdim: bool = False) -> A
     if of.channels or type(dim) is not int or dim % logits.dim() != logits.dim() - 1:
         return None
     found = of.reduced(lambda made, _: made.logsumexp(-1, keepdim=keepdim), None, sums=False)
-    return found.reshape(*logits.shape[:-1], *((1,) if keepdim else ()))
+    return found.reshape((*logits.shape[:-1], *((1,) if keepdim else ())))
 
 
 def _gather(logits: Tensor, of: Logits, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.after_import import after_import
 from shardwright.torch._private import (
     FakeTensor,
     backward_in_progress,
@@ -70,13 +71,14 @@ class _WaitingForward:
         self._gave_whole: set[bool] = set()  # whether gradients were recorded
         self._told = False
 
-    def __call__(self, x: Tensor) -> Tensor:
-        head = self._head
+    def __call__(self, input: Tensor) -> Tensor:
+        x, head = input, self._head
         if torch.compiler.is_dynamo_compiling() or (dtype := self._waits_in(x)) is None:
             return type(head).forward(head, x)
         with outside_of_modes():
             shape = torch.empty((*x.shape[:-1], head.out_features), dtype=dtype, device="meta")
         weight, bias = head.weight, head.bias
+        given = (x, weight) if bias is None else (x, weight, bias)
         return PendingLogits.like(
             shape,
             Logits(
@@ -85,9 +87,8 @@ class _WaitingForward:
                 weight=weight,
                 bias=bias,
                 dtype=dtype,
-                source=x,
-                version=x._version,
-                trains=torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
+                given=tuple((each, each._version) for each in given),
+                trains=torch.is_grad_enabled() and any(each.requires_grad for each in given),
             ),
         )
 
@@ -195,3 +196,13 @@ def mark_heads(model: nn.Module, chunks: int | str) -> list[str]:
         if is_plain or isinstance(own, _WaitingForward):
             found.append(name)
     return found
+
+
+def _leave_to_python(dynamo: Any) -> None:
+    """Code that is compiled gets logits whole: what traces it would look for memory that they have not."""
+    dynamo.config.nontraceable_tensor_subclasses.add(PendingLogits)
+    kind: Any = PendingLogits
+    kind.__torch_function__ = classmethod(dynamo.disable(kind.__torch_function__.__func__))
+
+
+after_import("torch._dynamo", _leave_to_python)
