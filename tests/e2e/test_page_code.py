@@ -143,8 +143,10 @@ ROWS: dict[str, Runs | str] = {
         "assert model.module.config is config",
     ),
     "script.md-10": Runs(
-        f"{NAMES}\nimport torch.nn.functional as F\nvocabulary = 2048\nsw.init({{'loss_chunks': 4, 'profile': 'estimated'}})\n"
-        "model = sw.DistributedModel(nn.Sequential(nn.Embedding(2048, 8), nn.LayerNorm(8), nn.Linear(8, 2048)))",
+        f"{NAMES}\nimport torch.nn.functional as F\nvocabulary = 2048\n"
+        'sw.init({"loss_chunks": 4, "profile": "estimated"})\n'
+        "layers = nn.Embedding(2048, 8), nn.LayerNorm(8), nn.Linear(8, 2048)\n"
+        "model = sw.DistributedModel(nn.Sequential(*layers))",
         "assert train_step(model, torch.arange(64).reshape(4, 16)).reduce_mean() > 0",
     ),
     "sharding.md-1": "names options with ... in the place of values",
