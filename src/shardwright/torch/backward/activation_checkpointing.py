@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import transforms_beside_hooks
-from shardwright.torch.backward.waiting_heads import is_head
+from shardwright.torch.backward.waiting_heads import is_head, no_head_waits
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.interception.unit_attributes import TakesFound, called_with_hidden, has_hidden
 from shardwright.torch.pytorch.modules import forward_hooks_put
@@ -153,7 +153,7 @@ def call_recomputed(
         return before, _AsBefore(module, before)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        with transforms_beside_hooks():  # what they save is kept
+        with transforms_beside_hooks(), no_head_waits():  # what they save is kept
             return call(*args, **kwargs)
 
     return checkpoint(

@@ -35,6 +35,16 @@ class _Heads:
 
 
 @contextmanager
+def no_head_waits() -> Iterator[None]:
+    """Has all heads compute their logits at once."""
+    before, _Heads.may_wait_with = _Heads.may_wait_with, ()
+    try:
+        yield
+    finally:
+        _Heads.may_wait_with = before
+
+
+@contextmanager
 def heads_may_wait(*, on_fakes: bool = False) -> Iterator[None]:
     """Has heads that are marked (`mark_heads`) leave their logits to the loss."""
     kind: Any = torch.autograd.Function
@@ -43,11 +53,8 @@ def heads_may_wait(*, on_fakes: bool = False) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(item.__class__ is PendingLogits for item in args):  # past `__torch_function__`
             args = tuple(map(whole_logits, args))
-        waiting, _Heads.may_wait_with = _Heads.may_wait_with, ()  # what it makes has a gradient of its own
-        try:
+        with no_head_waits():  # what it makes has a gradient of its own
             return MethodType(original.__func__, cls)(*args, **kwargs)
-        finally:
-            _Heads.may_wait_with = waiting
 
     _Heads.may_wait_with = (Tensor, FakeTensor) if on_fakes else (Tensor,)
     kind.apply = classmethod(apply)
