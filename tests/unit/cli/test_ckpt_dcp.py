@@ -144,6 +144,10 @@ def test_a_state_that_no_checkpoint_can_have_is_left_out(tmp_path, capsys):
     assert "left out: code: state/code.f is a " in err
 
 
+def _run() -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), states(), strict=True))
+
+
 def _numbered() -> dict[str, Any]:
     model, optimizer = trained()
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -176,6 +180,12 @@ def _of_another_model() -> dict[str, Any]:
         (_of_another_model, (), "of an optimizer: 0.weight, 0.bias, 1.weight and"),
         (lambda: {"a": states()[0], "b": states()[0]}, (), "It has a, b. Name the one that is: --key KEY"),
         (lambda: {"optimizer": states()[1]}, (), "It has nothing beside optimizers. Name the one"),
+        (
+            lambda: {"gen": _run(), "disc": _run()},
+            (),
+            "has optimizers in several places, gen, disc, and a run begins with one of them. Name its model: "
+            "--key gen.model; and",
+        ),
         (lambda: {"model": states()[0]}, ("--key", "ema"), "has no tensors under 'ema'. It has model."),
     ],
 )
@@ -192,6 +202,55 @@ def test_a_key_names_the_model(tmp_path, capsys):
     code, _, err = _import(capsys, tmp_path / "there", tmp_path / "run", "--key", "b.ema")
     assert code == 0, err
     assert "model/0.weight" in CheckpointFolder(tmp_path / "run").open().index.tensors
+
+
+def test_what_is_beside_a_key_is_named(tmp_path, capsys):
+    """``{"gen": ..., "disc": ...}`` lost the second; ``--key state.model`` lost ``state.ema``."""
+    state = {"gen": _run(), "disc": _run(), "epoch": 3}
+    save(state, tmp_path / "two")
+    code, _, err = _import(capsys, tmp_path / "two", tmp_path / "run", "--key", "disc.model")
+    assert code == 0, err
+    assert "has 1 optimizer\n" in err
+    assert "left out: gen: it has an optimizer of its own, which is a run of its own" in err
+    assert "it also has epoch:" in err
+    save({"state": {"model": states()[0], "ema": states()[0]}}, tmp_path / "there")
+    code, _, err = _import(capsys, tmp_path / "there", tmp_path / "b", "--key", "state.model")
+    assert code == 0, err
+    assert "left out: state.ema: only state.model was asked for" in err
+    save({"app": {**_run(), "ema": states()[0]}}, tmp_path / "app")
+    code, _, err = _import(capsys, tmp_path / "app", tmp_path / "c", "--key", "app.ema")
+    assert code == 0, err
+    assert "left out" not in err
+    assert "it also has model:" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "step"),
+    [
+        ({"step": torch.tensor(17)}, 17),
+        ({"step": torch.tensor([17.0])}, 17),
+        ({"train_state": {"step": torch.tensor(17)}}, 17),
+        ({"step": torch.tensor(float("nan"))}, 2),  # the optimizer's
+        ({"step": torch.ones(3)}, 2),
+        ({"step": -1}, 2),
+    ],
+)
+def test_a_count_of_steps_may_be_a_tensor(more, step, tmp_path, capsys):
+    save({**_run(), **more}, tmp_path / "there")
+    code, _, err = _import(capsys, tmp_path / "there", tmp_path / "run")
+    assert code == 0, err
+    assert CheckpointFolder(tmp_path / "run").open().step == step
+
+
+def test_a_count_that_is_no_number_is_none(tmp_path, capsys):
+    """A moment's count of NaN ended in Python's "cannot convert float NaN to integer"."""
+    run = _run()
+    for each in run["optimizer"]["state"].values():
+        each["step"] = torch.tensor(float("nan"))
+    save(run, tmp_path / "there")
+    code, _, err = _import(capsys, tmp_path / "there", tmp_path / "run")
+    assert code == 0, err
+    assert CheckpointFolder(tmp_path / "run").open().step == 0
 
 
 class Runs:

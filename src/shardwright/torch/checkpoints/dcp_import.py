@@ -12,6 +12,7 @@ names, or under the one key that has tensors.
 
 from collections.abc import Mapping
 from functools import partial
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,16 +79,18 @@ class DcpRun:
     def __init__(self, path: Path, key: str | None):
         self._folder = DcpFolder(path)
         tree = self._folder.tree
-        above = _above_optimizers(tree) or tree
+        runs = _above_optimizers(tree)
+        place, above = self._above(runs, key) or ("", tree)
         found = [node for node in above.values() if _is_optimizer(node)]
         self.optimizers = [self._optimizer(node) for node in found]
         others = {name: node for name, node in above.items() if not _is_optimizer(node)}
         self._model = self._model_in(others) if key is None else self._model_at(tree, key)
         first = key and key.partition(".")[0]
         outside = {} if above is tree else {n: v for n, v in tree.items() if not _above_optimizers({n: v})}
+        beside = {**outside, **others}
         self.states = {
             name: node
-            for name, node in {**outside, **others}.items()
+            for name, node in beside.items()
             if node is not self._model and name not in self._model and name != first
         }
         self.left_out = {
@@ -95,6 +98,10 @@ class DcpRun:
             for name, value in self._model.items()
             if not isinstance(value, Leaf) and _EXTRA not in name
         }
+        for taken in {place, key if first in beside else None} - {"", None}:
+            self.left_out |= dict.fromkeys(_places_beside(tree, str(taken)), f"only {taken} was asked for")
+        for other in runs.keys() - {place}:
+            self.left_out[other] = "it has an optimizer of its own, which is a run of its own"
         for each in self.optimizers:
             self._check(each)
 
@@ -103,13 +110,12 @@ class DcpRun:
         """How many steps were done: torchtitan's number, one under ``step``, or the optimizer's; or 0."""
         for name in ("train_state", "step"):
             found = self.states.get(name)
-            value = found.get("step") if isinstance(found, dict) else found
-            if type(value) is int and value >= 0:
+            value = self._number(found.get("step") if isinstance(found, dict) else found)
+            if value is not None:
                 return value
-        counts = [
-            state["step"] for each in self.optimizers for state in each.state.values() if "step" in state
-        ]
-        return max(map(int, self._folder.read(counts)), default=0)
+        states = [state for each in self.optimizers for state in each.state.values() if "step" in state]
+        counts = map(self._number, self._folder.read([state["step"] for state in states]))
+        return max((count for count in counts if count is not None), default=0)
 
     def model_file(self) -> ModelFile:
         found = {name: leaf for name, leaf in self._model.items() if isinstance(leaf, Leaf)}
@@ -146,6 +152,28 @@ class DcpRun:
 
     # ---- inside ----
 
+    def _above(self, runs: dict[str, _Node], key: str | None) -> tuple[str, _Node] | None:
+        """Where the run is: the model, and its optimizers; None without those."""
+        if len(runs) > 1 and key is not None:
+            runs = {name: node for name, node in runs.items() if f"{key}.".startswith(f"{name}.")}
+        if len(runs) > 1:
+            raise CheckpointError(
+                f"{self._folder.path} has optimizers in several places, {shortened(list(runs))}, and a run "
+                f"begins with one of them. Name its model: --key {next(iter(runs))}.model; and import the "
+                "others into folders of their own."
+            )
+        return next(iter(runs.items()), None)
+
+    def _number(self, value: Any) -> int | None:
+        """A count that may be a tensor of one number."""
+        if isinstance(value, Leaf) and prod(self._folder.source(value).shape) == 1:
+            value = self._folder.read(value)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+            return None
+        return int(value) if value == int(value) else None
+
     def _optimizer(self, node: _Node) -> _Optimizer:
         if _GROUPS in node:
             groups = self._folder.read(node[_GROUPS])
@@ -173,7 +201,8 @@ class DcpRun:
             found = found.get(part) if isinstance(found, dict) else None
         if not _has_tensors(found):
             raise CheckpointError(f"{self._folder.path} has no tensors under {key!r}. {_told(tree)}")
-        return dict(found)
+        model: _Node = found
+        return model
 
     def _model_in(self, others: _Node) -> _Node:
         bare = {name: node for name, node in others.items() if isinstance(node, Leaf) or _EXTRA in name}
@@ -222,12 +251,25 @@ def _is_optimizer(node: Any) -> bool:
     return isinstance(node, dict) and any(name.partition(".")[0] == _GROUPS for name in node)
 
 
-def _above_optimizers(node: _Node) -> _Node | None:
-    """Where optimizers are, and with them the model."""
+def _above_optimizers(node: _Node, place: str = "") -> dict[str, _Node]:
+    """Where optimizers are, and with them the model; by place."""
     if any(map(_is_optimizer, node.values())):
-        return node
-    inside = (_above_optimizers(each) for each in node.values() if isinstance(each, dict))
-    return next((found for found in inside if found is not None), None)
+        return {place: node}
+    found: dict[str, _Node] = {}
+    for name, each in node.items():
+        if isinstance(each, dict):
+            found |= _above_optimizers(each, f"{place}.{name}" if place else name)
+    return found
+
+
+def _places_beside(tree: _Node, key: str) -> list[str]:
+    """What is beside a place, on the way to it."""
+    found, above, node = [], "", tree
+    for part in key.split("."):
+        if above:
+            found += [f"{above}{name}" for name in node if name != part]
+        above, node = f"{above}{part}.", node[part]
+    return found
 
 
 def _has_tensors(node: Any) -> bool:
