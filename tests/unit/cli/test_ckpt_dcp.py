@@ -159,6 +159,15 @@ def _nested_deep() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
+def _with(name: str, key: str, value: Any) -> dict[str, Any]:
+    """One entry of the optimizer is another, or missing."""
+    run = _run()
+    run["optimizer"]["state"][name][key] = value
+    if value is None:
+        del run["optimizer"]["state"][name][key]
+    return run
+
+
 def _of_another_model() -> dict[str, Any]:
     model, optimizer = states()
     return {"model": {f"net.{name}": value for name, value in model.items()}, "optimizer": optimizer}
@@ -180,6 +189,16 @@ def _of_another_model() -> dict[str, Any]:
         (_of_another_model, (), "of an optimizer: 0.weight, 0.bias, 1.weight and"),
         (lambda: {"a": states()[0], "b": states()[0]}, (), "It has a, b. Name the one that is: --key KEY"),
         (lambda: {"optimizer": states()[1]}, (), "It has nothing beside optimizers. Name the one"),
+        (
+            lambda: _with("0.bias", "exp_avg_sq", None),
+            (),
+            "has exp_avg, step of 0.bias, and no exp_avg_sq: the optimizer's state was not saved whole",
+        ),
+        (
+            lambda: _with("0.bias", "exp_avg", torch.ones(1)),
+            (),
+            "has exp_avg of 0.bias in the shape (1,), and the parameter has (4,)",
+        ),
         (
             lambda: {"gen": _run(), "disc": _run()},
             (),
@@ -240,6 +259,18 @@ def test_a_count_of_steps_may_be_a_tensor(more, step, tmp_path, capsys):
     code, _, err = _import(capsys, tmp_path / "there", tmp_path / "run")
     assert code == 0, err
     assert CheckpointFolder(tmp_path / "run").open().step == step
+
+
+def test_other_optimizers_have_any_shapes(tmp_path, capsys):
+    """Adafactor keeps a row and a column of each matrix, and all of a vector."""
+    model, _ = trained()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": moments}, tmp_path / "there")
+    code, _, err = _import(capsys, tmp_path / "there", tmp_path / "run")
+    assert code == 0, err
 
 
 def test_a_count_that_is_no_number_is_none(tmp_path, capsys):

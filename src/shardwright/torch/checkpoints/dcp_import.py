@@ -235,6 +235,29 @@ class DcpRun:
                     f"{self._folder.path} has {deep[0]} of {name}, which is nested deeper than tensors by "
                     f"parameter and key. {remedy}"
                 )
+        for group in optimizer.groups:
+            if "fused" in group:  # PyTorch's own: others may have anything
+                self._check_moments(optimizer.state, group)
+
+    def _check_moments(self, state: Mapping[str, _Node], group: _Node) -> None:
+        """Refuses what would end in a KeyError, or in sizes that differ, within the optimizer's step."""
+        needed = {"step", "exp_avg", "exp_avg_sq"} if "amsgrad" in group else set()  # Adam, AdamW
+        needed |= {"max_exp_avg_sq"} if group.get("amsgrad") else set()
+        for name in group.get("params", ()):
+            values = state.get(name, {})
+            if values and (missing := sorted(needed - values.keys())):
+                raise CheckpointError(
+                    f"{self._folder.path} has {', '.join(sorted(values))} of {name}, and no {missing[0]}: "
+                    "the optimizer's state was not saved whole. Save it anew; or the model alone."
+                )
+            shape = self._folder.source(self._model[name]).shape
+            for key, leaf in values.items():
+                own = self._folder.source(leaf).shape if isinstance(leaf, Leaf) and key != "step" else ()
+                if own not in ((), shape):
+                    raise CheckpointError(
+                        f"{self._folder.path} has {key} of {name} in the shape {own}, and the parameter has "
+                        f"{shape}. Save model and optimizer at the same moment; or the model alone."
+                    )
 
     def _encoded(self, kind: str, states: _Node, small: dict[str, Tensor]) -> _Node:
         """States by name; those that a checkpoint cannot have are left out, and it is noted why."""
