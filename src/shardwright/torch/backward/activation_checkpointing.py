@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import transforms_beside_hooks
+from shardwright.torch.backward.pending_logits import PendingLogits, whole_logits
 from shardwright.torch.backward.waiting_heads import is_head, no_head_waits
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.interception.unit_attributes import TakesFound, called_with_hidden, has_hidden
@@ -258,11 +259,14 @@ class _AsBefore:
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drops key-value caches: a second forward would fill them twice, and training does not read them."""
+    """Drops key-value caches: a second forward would fill them twice, and training does not read them.
+
+    Logits that wait are computed here, and not inside, where a second forward would find them computed.
+    """
     items, structure = flatten((args, kwargs))
-    if not any(_is_cache(item) for item in items):
+    if not any(_is_cache(item) or item.__class__ is PendingLogits for item in items):
         return args, kwargs
-    args, kwargs = structure.rebuild([None if _is_cache(item) else item for item in items])
+    args, kwargs = structure.rebuild([None if _is_cache(item) else whole_logits(item) for item in items])
     return args, kwargs
 
 
