@@ -361,6 +361,19 @@ def test_damage_is_refused_and_nothing_runs(damage, tmp_path, capsys):
     assert CheckpointFolder(tmp_path / "run").commits() == ()
 
 
+@pytest.mark.parametrize("name", ["planted", "__doc__"])
+def test_a_list_that_changes_a_class_is_refused(name, tmp_path, capsys):
+    """A pickle may set attributes of all that it names, also of classes, which later folders are read by."""
+    folder = save({"model": states()[0]}, tmp_path / "there")
+    kind, before = dcp.metadata.Metadata, dict(vars(dcp.metadata.Metadata))
+    text = pickle.dumps((None, {name: 1}), protocol=0)[:-1]  # without its end
+    (folder / ".metadata").write_bytes(f"c{kind.__module__}\n{kind.__name__}\n".encode() + text + b"b.")
+    code, out, err = _import(capsys, folder, tmp_path / "run")
+    assert (code, out) == (2, "")
+    assert f"is refused: it changes {name} of <class" in err
+    assert dict(vars(kind)) == before
+
+
 def test_a_folder_of_several_is_told(tmp_path, capsys):
     for step in (1, 2):
         save({"model": states()[0]}, tmp_path / "there" / f"step-{step}")

@@ -8,9 +8,10 @@ no tensor is loaded with ``weights_only=True``.
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from enum import EnumType
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,7 +176,16 @@ class _Reader(FileSystemReader):
                     raise CorruptCheckpointError(
                         f"{path / METADATA} has more than {_LARGEST_METADATA} bytes."
                     )
-                found = _Records(file).load()
+                records = _Records(file)
+                try:
+                    found = records.load()
+                finally:
+                    changed = records.put_back()
+            if changed:
+                raise CheckpointError(
+                    f"{path / METADATA} is refused: it changes {changed[0]} of this program, which was put "
+                    "back. Take the folder from whom you trust."
+                )
             _check(path, found)
         except CheckpointError:
             raise
@@ -193,15 +203,38 @@ class _Reader(FileSystemReader):
 class _Records(pickle.Unpickler):
     """Makes the records of DCP's list, and calls nothing else."""
 
+    def __init__(self, file: BinaryIO):
+        super().__init__(file)
+        self._were: dict[int, tuple[Any, type, dict[str, Any]]] = {}
+
+    def put_back(self) -> list[str]:
+        """Undoes what the list has set on classes, as a pickle can on all that it names: their names."""
+        changed = []
+        for each, kind, had in self._were.values():
+            if type(each) is not kind:
+                each.__class__ = kind
+                changed.append(str(each))
+            new = [name for name, value in vars(each).items() if name not in had or had[name] is not value]
+            for name in new:
+                setattr(each, name, had[name]) if name in had else delattr(each, name)
+            changed += [f"{name} of {each!r}" for name in new]
+        return changed
+
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath  # where it was saved, on any system
+            return self._noted(PurePosixPath)  # where it was saved, on any system
         if f"{module}.{name}" in _RECORDS or f"{module}.{name}" in _DTYPES:
-            return super().find_class(module, name)
+            return self._noted(super().find_class(module, name))
         raise CheckpointError(
             f"a {METADATA} is refused: it names {module[:100]}.{name[:100]}, and the list of a checkpoint "
             "needs no such thing. Nothing in it was executed. Take the folder from whom you trust."
         )
+
+    def _noted(self, found: Any) -> Any:
+        for each in (found, *(found if isinstance(found, EnumType) else ())):
+            if hasattr(each, "__dict__"):
+                self._were.setdefault(id(each), (each, type(each), dict(vars(each))))
+        return found
 
 
 def _check(path: Path, found: Any) -> None:
