@@ -10,11 +10,12 @@ seconds of a step of that rank, the fastest of three. *Predicted*: by the plan, 
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -51,16 +52,21 @@ class Taken:
     predicted_s: float | None = None
 
 
+def _own_part(batch: tuple[Tensor, Tensor], ranks: int) -> tuple[Tensor, Tensor]:
+    """The samples of this replica."""
+    x, y = (part.chunk(ranks)[dist.get_rank()] for part in batch)
+    return x, y
+
+
 class _Plain:
     """A plain loop over microbatches, or FSDP2 with them."""
 
     def __init__(self, task: Task, *, ranks: int):
         self.model: Layered = task.build()
         self._loss = task.loss
-        self._parts = [part.chunk(_MICROBATCHES) for part in task.batch()]
+        batch = task.batch() if ranks == 1 else _own_part(task.batch(), ranks)
+        self._parts = [part.chunk(_MICROBATCHES) for part in batch]
         if ranks > 1:
-            rank = dist.get_rank()
-            self._parts = [[each.chunk(ranks)[rank] for each in parts] for parts in self._parts]
             mesh = init_device_mesh("cpu", (ranks,))
             for layer in self.model.layers:
                 fully_shard(layer, mesh=mesh)
@@ -75,11 +81,14 @@ class _Plain:
 def _taken(task: Task, settings: dict[str, Any] | None) -> Taken:
     torch.set_num_threads(1)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    task_batch = task.batch()
     with HeapBytes() as heap:
         if settings is None:
             runner: Any = _Plain(task, ranks=ranks)
             parameters = runner.model.parameters()
         else:
+            if "sharded_data_parallel_degree" in settings:
+                task = replace(task, batch=lambda: _own_part(task_batch, ranks))
             runner = Ours(task, task.build(), {**_SETTINGS, **settings})
             parameters = runner.model.local_parameters()
         optimizer = torch.optim.AdamW(parameters)
