@@ -132,7 +132,7 @@ def _count(
         with put_off_weights(edge.node for edge in edges) as work:
             _backward(edges, gradients)
         gradients.clear()
-        left = live.now if work else 0  # autocast, for one, has nothing put off
+        left = live.now if work else 0  # a convolution under autocast has nothing put off
         work.clear()
         return live.peak - kept, left
 
