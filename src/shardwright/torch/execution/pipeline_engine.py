@@ -69,7 +69,7 @@ class PipelineEngine:
         self._attributes = AttributeWatch()
         self._programs = ProgramMaker(context, model, self._agreement, self._attributes)
         self._norms = SynchronisedNorms(context, module)
-        mark_heads(module, context.config.loss_chunks)
+        self._heads = mark_heads(module, context.config.loss_chunks)
         self._statistics = BatchStatistics(prints=context.rank == 0)
         self._placement = ModelPlacement(
             context,
@@ -126,7 +126,7 @@ class PipelineEngine:
         self._agree_on_random_numbers(common)
         try:
             of_rank = self._rank_batch(common, function, parts, losses)
-            with heads_may_wait():
+            with heads_may_wait() if self._heads else nullcontext():
                 outputs, train, told = self._execute(placed, of_rank, gradients, figures)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"

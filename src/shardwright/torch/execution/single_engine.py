@@ -69,7 +69,7 @@ class SingleEngine:
         # Of an evaluation: place in the result -> how it is reduced over samples.
         self._evaluated: WeakKeyDictionary[Callable[..., Any], dict[int, LossForm]] = WeakKeyDictionary()
         self._norms = SynchronisedNorms(context, model.get_module())
-        mark_heads(model.get_module(), context.config.loss_chunks)
+        self._heads = mark_heads(model.get_module(), context.config.loss_chunks)
         self._statistics = BatchStatistics(prints=context.rank == 0)
         self._offloading = offloading_of(context)
         self._offloaded: frozenset[nn.Module] = frozenset()
@@ -115,7 +115,7 @@ class SingleEngine:
                 self._norms.synchronised(),
                 self._model.replicas.saving(),
                 patched_backward(),
-                heads_may_wait(),
+                heads_may_wait() if self._heads else nullcontext(),
             ):
                 for part in parts:
                     self._run_microbatch(function, part, loop, lasting)
