@@ -239,6 +239,13 @@ def through_slices(logits: Tensor) -> Tensor:
     return F.cross_entropy(flat, LABELS.view(-1)) + F.cross_entropy(logits.transpose(1, 2), LABELS)
 
 
+def through_a_view_of_what_is_whole(logits: Tensor) -> Tensor:
+    flat = logits.view(-1, V)
+    logits.argmax(-1)
+    logits[:, 0].fill_(1.0)
+    return F.cross_entropy(flat, LABELS.view(-1))
+
+
 def in_other_types(logits: Tensor) -> Tensor:
     floored = torch.div(logits, 2, rounding_mode="floor").view(-1, V)
     return F.cross_entropy(floored, LABELS.view(-1)) + F.cross_entropy(
@@ -246,7 +253,15 @@ def in_other_types(logits: Tensor) -> Tensor:
     )
 
 
-BESIDES = [written, through_a_view, through_slices, followed_without_gradients, looked_at, in_other_types]
+BESIDES = [
+    written,
+    through_a_view,
+    through_slices,
+    through_a_view_of_what_is_whole,
+    followed_without_gradients,
+    looked_at,
+    in_other_types,
+]
 
 
 @pytest.mark.parametrize("loss", BESIDES)

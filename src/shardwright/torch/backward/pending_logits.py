@@ -39,10 +39,6 @@ _SHAPES = frozenset(
 _RESHAPE = frozenset("view reshape flatten".split())
 _TO_CHANNELS = frozenset("transpose permute movedim moveaxis swapaxes swapdims".split())
 
-
-_IN_PLACE = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __imod__".split()
-)
 _OF_GRADIENT = frozenset("grad register_hook retain_grad register_post_accumulate_grad_hook".split())
 
 
@@ -68,6 +64,7 @@ class PendingLogits(Tensor):
         if self._whole is None:
             of = self._of
             of.head.gave_whole(trains=of.trains)
+            of.are_whole.append(True)
             with plain_torch(), torch.inference_mode(False), torch.set_grad_enabled(of.trains):
                 self._whole = of.computed() if self._view is None else self._view()
         return self._whole
@@ -84,14 +81,12 @@ class PendingLogits(Tensor):
         if is_pending and (asked := _asked(logits, func, name, args, kwargs)) is not NotImplemented:
             return asked
         pending = [each for each in leaves((args, kwargs)) if each.__class__ is PendingLogits]
-        if is_pending and len(pending) == 1 and not logits._of.changed:
+        if is_pending and len(pending) == 1 and not logits._of.are_whole:
             found = _followed(logits, func, name, args, kwargs)
             if found is not None:
                 return found
         for each in pending:
             each._refuse_late_gradient(name)
-        if isinstance(logits, PendingLogits) and _changes(name):
-            logits._of.changed.append(True)
         args, kwargs = map_tree(whole_logits, (args, kwargs))
         result = func(*args, **kwargs)
         return next((each for each in pending if result is each._whole), result)  # what it was given
@@ -109,11 +104,6 @@ def _refuse_gradient(_: Tensor) -> None:
         "logits went past Python (torch.vmap, a scripted function, C++ code) before they were computed, so "
         "their gradient would be lost: set loss_chunks: off."
     )
-
-
-def _changes(name: str) -> bool:
-    """Whether a function changes what it is given first, in place."""
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def whole_logits(item: Any) -> Any:
@@ -160,7 +150,7 @@ def _made(
 ) -> PendingLogits:
     """Logits that follow from others; those that are no view have a memory of their own."""
     if view is None:
-        changes["changed"] = []
+        changes["are_whole"] = []
     trains = of.trains and torch.is_grad_enabled()
     return PendingLogits.like(shape, replace(of, trains=trains, **changes), view)
 

@@ -37,7 +37,8 @@ class Logits:
         channels: they have the shape (N, V, *), and not (*, V).
         given: what must not change before they are computed, and its version as the head was called.
         trains: gradients are recorded, as they were when the head was called.
-        changed: not empty once something was changed in place in their memory, by whatever name.
+        are_whole: not empty once somebody has them whole, who may change them: then all who share their
+            memory have.
         in_pieces: not empty once a loss has computed them so.
     """
 
@@ -50,7 +51,7 @@ class Logits:
     channels: bool = False
     given: tuple[tuple[Tensor, int], ...]
     trains: bool
-    changed: list[bool] = field(default_factory=list)
+    are_whole: list[bool] = field(default_factory=list)
     in_pieces: list[bool] = field(default_factory=list)
 
     def computed(self) -> Tensor:
