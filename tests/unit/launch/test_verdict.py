@@ -328,7 +328,11 @@ def test_what_would_fail_again_is_not_started_again():
     first = replace(ended(1, 1, error=own), steps=41)
     assert again([], [first]) == ""
     assert again([first], [first]) == "rank 1 has failed in the same way after step 41 twice"
-    assert again([first], [replace(first, steps=42)]) == ""
+    frames = traceback_of("train.py", "own.py", error="ValueError: no such column")
+    forked = replace(first, error=f"a warning\n{frames}")
+    assert again([first], [forked]) == "rank 1 has failed in the same way after step 41 twice"
+    other = replace(first, error=traceback_of("train.py", error="ValueError: no such row"))
+    assert again([first], [other]) == again([first], [replace(first, steps=42)]) == ""
     assert again([replace(first, steps=None)], [replace(first, steps=None)]) == ""
 
 

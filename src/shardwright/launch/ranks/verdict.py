@@ -145,7 +145,8 @@ def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> st
     causes = first_cause_first(before)
     if not causes or _distance_from_cause(first) or not first.steps:
         return ""  # without a step, what failed may be a file system that is back in a moment
-    earlier, last = ((e.rank, e.exit_code, e.error, e.steps) for e in (causes[0], first))
+    # Not all last words: a rank that was forked may have other frames, and words of its own above them.
+    earlier, last = ((e.rank, e.exit_code, _raised(e.error), e.steps) for e in (causes[0], first))
     again = f"rank {first.rank} has failed in the same way after step {first.steps} twice"
     return again if earlier == last else ""
 
