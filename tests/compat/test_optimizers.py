@@ -11,7 +11,6 @@ from choices import some_combinations
 from compat.small_models import QUIET, batch, loss_of, net, plain_gradients
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
-from smdistributed.modelparallel.torch.state_mod import state
 
 CLOSE = 1e-10
 
@@ -135,6 +134,8 @@ def test_fp16_scales_the_loss_and_leaves_updates_out():
 
 def test_names_and_positions_of_parameters():
     def named():
+        from smdistributed.modelparallel.torch.state_mod import state  # this rank's
+
         smp, model, optimizer, train_step = training({"partitions": 2}, MAKERS["SGD"])
         assert not optimizer.master_params_created
         train_step(model, optimizer, *batch(0))
