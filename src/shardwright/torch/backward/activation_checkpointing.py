@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.errors import UsageError
 from shardwright.torch._private import transforms_beside_hooks
 from shardwright.torch.backward.pending_logits import PendingLogits, whole_logits
-from shardwright.torch.backward.waiting_heads import is_head, no_head_waits
+from shardwright.torch.backward.waiting_heads import no_head_waits, waits_for_loss
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.interception.unit_attributes import TakesFound, called_with_hidden, has_hidden
 from shardwright.torch.pytorch.modules import forward_hooks_put
@@ -139,7 +139,7 @@ def call_recomputed(
     preserve_rng_state: bool = True,
 ) -> Any:
     """Calls a module so that its activations are recomputed in the backward."""
-    if is_head(module):
+    if waits_for_loss(module, args):
         return call(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
     counter = CostCounter.active()

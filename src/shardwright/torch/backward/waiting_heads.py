@@ -171,9 +171,12 @@ def _runs_twice() -> bool:
     return is_first or backward_in_progress() >= 0
 
 
-def is_head(module: nn.Module) -> bool:
-    """Whether it may leave its logits to a loss; then it keeps nothing that a recomputation would save."""
-    return isinstance(module.__dict__.get("forward"), _WaitingForward)
+def waits_for_loss(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Whether it leaves its logits to a loss; then it keeps nothing that a recomputation would save."""
+    own = module.__dict__.get("forward")
+    if not isinstance(own, _WaitingForward) or len(args) != 1 or not isinstance(args[0], Tensor):
+        return False
+    return own._waits_in(args[0]) is not None
 
 
 def mark_heads(model: nn.Module, chunks: int | str) -> list[str]:
