@@ -90,7 +90,7 @@ def test_models_over_two_stages(name):
     iterations = (Iteration(), Iteration(batch_size=7), Iteration(train=False))
     settings = {**SCHEDULES[kind], "activation_loading_horizon": 1 + number % 3}
     cases = {kind: case(settings, iterations=iterations)}
-    # Under `torch.utils.checkpoint` in the model's own code, units save little, and by some schedules nothing.
+    # Under `torch.utils.checkpoint` in the model's own code, units save little, or nothing.
     found = run_ranks(differences_when_offloaded, 2, ZOO[name], cases, timeout_s=150, env=ENV)
     assert [differences for differences, _ in found] == [{}] * 2
     assert name == "recomputes" or any("write" in made for _, made in found)
