@@ -1,7 +1,9 @@
 """Logits of a head that a loss computes piece by piece: numbers and gradients of the head's own."""
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,6 +383,21 @@ def test_large_logits_are_left_to_the_loss_unless_all_are_needed() -> None:
         assert isinstance(head(torch.ones(1, 200, 4)), PendingLogits)
         logits.argmax(-1)
         assert not isinstance(head(torch.ones(1, 200, 4)), PendingLogits)
+
+
+def test_a_head_goes_when_nobody_has_it() -> None:
+    """A copy of it that was timed stayed, with its weight, until Python looked for circles."""
+    gc.collect()
+    gc.disable()
+    try:
+        head = nn.Linear(H, V)
+        mark_heads(head, 4)
+        twin, gone = copy.deepcopy(head), weakref.ref(head)
+        del head
+        assert gone() is None
+        assert twin(torch.ones(2, H)).shape == (2, V)
+    finally:
+        gc.enable()
 
 
 def test_a_head_that_is_copied_or_saved_whole_is_a_head(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -69,14 +70,23 @@ class _WaitingForward:
 
     Args:
         pieces: of the rows of a microbatch; None: as many as save memory, and take no longer.
+        sizes: inputs and outputs of the head, which may be half a copy yet.
     """
 
-    def __init__(self, head: nn.Linear, name: str, pieces: int | None):
-        self._head = head
+    def __init__(self, head: nn.Linear, name: str, pieces: int | None, sizes: tuple[int, int]):
+        # Weakly: the head has this object, and a copy that was timed would stay with its weight for a while.
+        self._head_of = weakref.ref(head)
         self._name = name
         self._pieces = pieces
+        self._sizes = sizes
         self._gave_whole: set[bool] = set()  # whether gradients were recorded
         self._told = False
+
+    @property
+    def _head(self) -> nn.Linear:
+        head = self._head_of()
+        assert head is not None  # it has this object
+        return head
 
     def __call__(self, input: Tensor) -> Tensor:
         x, head = input, self._head
@@ -116,13 +126,13 @@ class _WaitingForward:
 
     def waits_with(self, num_rows: int, num_bytes: int) -> bool:
         """Whether it leaves the logits of so many rows to a loss, of numbers of so many bytes."""
-        if self._pieces is None and num_rows * self._head.out_features * num_bytes < _LEAST_BYTES:
+        if self._pieces is None and num_rows * self._sizes[1] * num_bytes < _LEAST_BYTES:
             return False
         return self.rows_of_piece(num_rows) < num_rows
 
     def of(self, head: nn.Linear) -> "_WaitingForward":
         """The same for another head."""
-        return _WaitingForward(head, self._name, self._pieces)
+        return _WaitingForward(head, self._name, self._pieces, self._sizes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_WaitingForward":
         return self.of(copy.deepcopy(self._head, memo))
@@ -135,7 +145,7 @@ class _WaitingForward:
         """So many that their logits take half the memory of the weight, whose gradient is kept, too."""
         if self._pieces is not None:
             return -(-num_rows // self._pieces)
-        return max(self._head.in_features // 2, 1)
+        return max(self._sizes[0] // 2, 1)
 
     def gave_whole(self, *, trains: bool) -> None:
         """The script uses logits otherwise than in a loss, too: next time they are computed by the head."""
@@ -202,7 +212,8 @@ def mark_heads(model: nn.Module, chunks: int | str) -> list[str]:
             continue
         if is_plain:
             pieces = None if chunks == "auto" else int(chunks)
-            module.__dict__["forward"] = _WaitingForward(module, name, pieces)
+            sizes = module.in_features, module.out_features
+            module.__dict__["forward"] = _WaitingForward(module, name, pieces, sizes)
         if is_plain or isinstance(own, _WaitingForward):
             found.append(name)
     return found
