@@ -41,7 +41,7 @@ SHARDED = {
 }
 MODELS = (
     *("MLP", "ResNet", "TransformerEncoder", "LSTM", "calls one module twice", "dropout in blocks"),
-    *("tied embeddings", "parameters in glue", "recomputes", "statistics in glue"),
+    *("tied embeddings", "parameters in glue", "recomputes", "buffers in glue"),
     *("GPT-2", "BERT", "T5", "Mixtral"),
 )
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -89,6 +89,11 @@ class Settings(BaseModel):
     shard_optimizer_state: bool = Field(
         False, description="Shard optimizer state over all replicas: each updates a part of the parameters."
     )
+    optimizer_state: Literal["as_is", "bf16", "8bit"] = Field(
+        "as_is",
+        description="How the averages of an optimizer of torch.optim are kept: as it keeps them; or, rounded "
+        "by chance, in bfloat16 (bf16) or in 8 bits with a scale for each 256 (8bit).",
+    )
     sdp_param_persistence_threshold: Annotated[Whole, Field(ge=0, le=MOST_ELEMENTS)] = Field(
         10_000, description="Parameters with fewer elements are not sharded."
     )

@@ -19,13 +19,22 @@ from shardwright.costs.inputs import (
     Sharded,
 )
 from shardwright.costs.kinds import KindOfRank, Prices, transformer_fit, transformer_prices
-from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
+from shardwright.costs.memory import (
+    BF16,
+    FP32,
+    MOMENT_BYTES,
+    Precision,
+    RankBytes,
+    moment_bytes,
+    rank_bytes,
+)
 from shardwright.costs.shape import Shape
 from shardwright.costs.step import StepSeconds, step_seconds
 
 __all__ = [
     "BF16",
     "FP32",
+    "MOMENT_BYTES",
     "Calibration",
     "Efficiencies",
     "Gathers",
@@ -46,6 +55,7 @@ __all__ = [
     "calibration_of_nodes",
     "chain_prices",
     "known_runtimes",
+    "moment_bytes",
     "rank_bytes",
     "step_seconds",
     "transformer_fit",

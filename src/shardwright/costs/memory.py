@@ -5,6 +5,7 @@ worked out; the one that needs more counts.
 """
 
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,11 @@ import numpy as np
 from shardwright.costs.block import kept_bytes, tokens_of, whole_block_bytes
 from shardwright.costs.inputs import Columns, Numbers, Offload, Options, Recompute, ScheduleKind, Sharded
 from shardwright.costs.shape import Shape
+from shardwright.errors import ConfigError
+from shardwright.text import shown
 
 _ON_THEIR_WAY = 3  # blocks of what is offloaded
+_MOST_MOMENT_BYTES = 1000
 _LIVE_BLOCKS = 2  # gathered ones: in use, and fetched ahead
 
 
@@ -26,11 +30,37 @@ class Precision(NamedTuple):
 
     weight: int
     gradient: int
-    optimizer: int
+    optimizer: float
+
+    def with_moments(self, num_bytes: float) -> "Precision":
+        """The same with another optimizer, by the bytes of its moments of a parameter."""
+        return self._replace(optimizer=self.optimizer - OPTIMIZERS["adamw"] + num_bytes)
 
 
 BF16 = Precision(2, 4, 12)
 FP32 = Precision(4, 4, 8)
+
+MOMENT_BYTES = MappingProxyType({"as_is": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 256})
+"""Bytes of a moment of a parameter, by the setting `optimizer_state`."""
+
+OPTIMIZERS = MappingProxyType(
+    {"adamw": 8.0, "adamw-bf16": 2 * MOMENT_BYTES["bf16"], "adamw-8bit": 2 * MOMENT_BYTES["8bit"], "sgd": 4.0}
+)
+"""Bytes of the moments of a parameter, by the name of an optimizer and of how it keeps them."""
+
+
+def moment_bytes(optimizer: str) -> float:
+    """Bytes of the moments of a parameter, by a name or a number."""
+    try:
+        found = OPTIMIZERS.get(optimizer) if optimizer in OPTIMIZERS else float(optimizer)
+    except ValueError:
+        found = None
+    if found is None or not 0 <= found <= _MOST_MOMENT_BYTES:
+        raise ConfigError(
+            f"optimizer is {shown(optimizer)}, but it must be one of {', '.join(OPTIMIZERS)}, or a number "
+            f"of bytes that it keeps of a parameter, from 0 to {_MOST_MOMENT_BYTES}."
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from shardwright.config import Config
 from shardwright.costs import (
     BF16,
     FP32,
+    MOMENT_BYTES,
     Gathers,
     Offload,
     Options,
@@ -219,12 +220,13 @@ class _ClosedForms:
         kinds, between = kinds_of(
             self.cluster, num_ranks=grids[0].world_size, memory_bytes=limit, pace=self.pace
         )
+        precision = BF16 if self._in_16_bits else FP32
         prices = chain_prices(
             _cut_where_least_crosses(self.chain, grids[0].pipeline),
             replace(ways, recompute=float(again), offload=float(offload)),
             kinds,
             between,
-            precision=BF16 if self._in_16_bits else FP32,
+            precision=precision.with_moments(2 * MOMENT_BYTES[self.config.optimizer_state]),
             width=int(ways.width),
         )
         return self._seconds(prices.seconds, ways, grids), _ROOM * prices.num_bytes.total - prices.limit

@@ -290,6 +290,7 @@ def refuse_what_is_missing(run: KerasRun) -> None:
         "sharded_data_parallel_degree": run.mesh.shard > 1,
         "bf16": run.config.bf16,
         "fp16": run.config.fp16,
+        "optimizer_state": run.config.optimizer_state != "as_is",
     }
     wanted = [name for name, is_asked in asked.items() if is_asked]
     if wanted:

@@ -36,6 +36,7 @@ from shardwright.torch.loss_scale import scalers_agree, scaling_noted
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.clipping import norm_over_stages
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.optimizer.packed_tensor import memory_of_moment
 from shardwright.torch.optimizer.refused_optimizers import refuse_optimizers_inside_steps
 from shardwright.torch.step_end.training_alike import streams_noted
 from shardwright.torch.sums_over_ranks import metrics_over_replicas
@@ -153,9 +154,10 @@ def _facts(run: ScriptRun) -> Facts:
     def state_bytes() -> int | None:
         storages: dict[int, int] = {}
         try:
-            for tensor in _state(run):
-                if isinstance(tensor, Tensor) and tensor.device == run.device:
-                    storage = local_of(tensor).untyped_storage()
+            kept = [local_of(each) for each in _state(run) if isinstance(each, Tensor)]
+            for tensor in (part for each in kept for part in memory_of_moment(each)):
+                if tensor.device == run.device:
+                    storage = tensor.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
         except (RuntimeError, ValueError):  # a tensor without memory of its own: of a subclass, or a lazy one
             return None

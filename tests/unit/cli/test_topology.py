@@ -63,6 +63,7 @@ def test_nothing_fits(capsys):
         (("gpt-neox-20b", "p4d.24xlarge*0"), "is not a number of nodes"),
         ((*NEOX, "--pin", "tensor=3"), "no way to train has tensor=3"),
         ((*NEOX, "--objective", "fun"), "must be one of speed, memory, batch"),
+        ((*NEOX, "--optimizer", "lion"), "must be one of adamw, adamw-bf16, adamw-8bit, sgd, or a number"),
         (("missing/config.json", "p4d.24xlarge"), "cannot be read"),
     ],
 )
@@ -125,6 +126,22 @@ def test_a_search_ends_in_a_plan(capsys, tmp_path):
     assert (plan.mesh.pipeline, plan.mesh.data) == (2, 1)
     assert any(sentence.startswith("Searched: of ") for sentence in plan.why)
     assert call(capsys, "show", output)[0] == 0
+
+
+def test_the_optimizer_counts(capsys):
+    """Of 8 ranks that share layers: parameters in 16 bits, a copy in 32."""
+    words = ("search", "llama3-8b", "p4d.24xlarge", "-b", "512", "--pin", "tensor=8", "--json")
+    found = {}
+    for optimizer in ("adamw", "adamw-bf16", "adamw-8bit", "sgd", "0"):
+        code, out, _ = call(capsys, *words, "--optimizer", optimizer)
+        assert code == 0
+        best = json.loads(out)["best"]
+        found[optimizer] = best["bytes"]["optimizer"] / best["bytes"]["parameters"] * 2
+        assert best["settings"].get("optimizer_state") == {"adamw-bf16": "bf16", "adamw-8bit": "8bit"}.get(
+            optimizer
+        )
+    expected = {"adamw": 12.0, "adamw-bf16": 8.0, "adamw-8bit": 6 + 1 / 32, "sgd": 8.0, "0": 4.0}
+    assert found == pytest.approx(expected)
 
 
 def test_why_not(capsys):

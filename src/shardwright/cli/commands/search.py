@@ -44,6 +44,13 @@ def search(
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples of a step, over all replicas.")],
     sequence: Annotated[int | None, typer.Option("--sequence", "-s", help="Tokens of a sample.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "bfloat16",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer",
+            help="adamw, adamw-bf16, adamw-8bit, sgd, or the bytes that it keeps of a parameter.",
+        ),
+    ] = "adamw",
     pin: Annotated[
         list[str] | None,
         typer.Option(
@@ -109,6 +116,7 @@ def search(
         batch=batch,
         sequence=sequence,
         dtype=full_name(dtype),
+        optimizer=optimizer,
         runtime=runtime,
         only_what_runs=only_what_runs,
         pins=parse_pins(pin or ()),

@@ -22,6 +22,7 @@ from shardwright.costs import (
     Sharded,
     calibration_of_nodes,
     known_runtimes,
+    moment_bytes,
 )
 from shardwright.errors import ConfigError
 from shardwright.quantities import MOST_RANKS
@@ -70,6 +71,8 @@ class Task:
         batch: samples of a step, over all replicas.
         sequence: tokens of a sample; None: as the model was trained.
         dtype: of the model: ``bfloat16``, ``float16``, with updates in float32, or ``float32``.
+        optimizer: a name of `shardwright.costs.memory.OPTIMIZERS`, or the bytes that it keeps of a parameter
+            beside a copy in float32.
         only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
         pins: options that are given, by their names in `shardwright.costs.Options`.
     """
@@ -79,6 +82,7 @@ class Task:
     batch: int
     sequence: int | None = None
     dtype: str = "bfloat16"
+    optimizer: str = "adamw"
     runtime: str = "shardwright"
     only_what_runs: bool = False
     pins: Mapping[str, int] = field(default_factory=dict)
@@ -101,6 +105,7 @@ class Task:
                 f"sequence is {self.sequence}, but a sample of {self.model.name} ({self.model.sample}) has "
                 "no tokens. Leave it out."
             )
+        moment_bytes(self.optimizer)
         first, *others = (kind.accelerator for kind, _ in self.machines.nodes)
         if (other := next((each for each in others if each != first), None)) is not None:
             raise ConfigError(
@@ -133,7 +138,8 @@ class Task:
     @property
     def precision(self) -> Precision:
         """Bytes of parameters and updates."""
-        return FP32 if self.dtype == "float32" else BF16
+        base = FP32 if self.dtype == "float32" else BF16
+        return base.with_moments(moment_bytes(self.optimizer))
 
     @property
     def flops(self) -> float:

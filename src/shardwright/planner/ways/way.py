@@ -161,6 +161,7 @@ class Way:
         mfu: model FLOPs utilisation: their share of what the accelerators can do.
         dollars_per_million_tokens: None where a price is not known.
         runs_experts: replicas share experts as this version's runtime can, or share none.
+        optimizer_state: the setting that keeps the optimizer's moments as the task has them.
     """
 
     options: Options
@@ -175,6 +176,7 @@ class Way:
     mfu: float
     dollars_per_million_tokens: float | None
     runs_experts: bool
+    optimizer_state: str
 
     @property
     def peak_bytes(self) -> int:
@@ -278,6 +280,8 @@ class Way:
             found["activation_checkpointing"] = "auto" if o.kept_layers else "full"
         if o.offload == Offload.ACTIVATIONS:
             found["offload_activations"] = True
+        if self.optimizer_state != "as_is":
+            found["optimizer_state"] = self.optimizer_state
         return found
 
     def to_dict(self) -> Mapping[str, Any]:
@@ -324,6 +328,7 @@ def way_of(task: Task, options: Options) -> Way:
         flops_per_s=task.flops / total / ranks,
         mfu=task.flops / total / peak,
         dollars_per_million_tokens=None if price is None else price / 3600 * total / task.tokens * 1e6,
+        optimizer_state=task.optimizer.removeprefix("adamw-") if "adamw-" in task.optimizer else "as_is",
         runs_experts=bool(runs_experts(options, num_experts=task.experts)),
     )
 

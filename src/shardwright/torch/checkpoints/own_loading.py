@@ -143,7 +143,8 @@ def load_optimizer_state(
             values = dict(others.get(name, {}))
             for key in keys.get(name, ()):
                 in_parts = optimizer.sees_rows or key == MASTER
-                values[key] = _own_value(model, parameter, saved, f"{prefix}{name}/{key}", in_parts=in_parts)
+                own = _own_value(model, parameter, saved, f"{prefix}{name}/{key}", in_parts=in_parts)
+                values[key] = optimizer.kept(key, own)
             if MASTER not in values and _is_rounded(model, parameter, saved, name):  # imported
                 values[MASTER] = _own_value(model, parameter, saved, f"{MODEL}{name}", in_parts=True)
             if MASTER in values:

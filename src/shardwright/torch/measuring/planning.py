@@ -24,6 +24,7 @@ from shardwright.after_import import collector_paused
 from shardwright.cluster import Cluster
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.config import Config
+from shardwright.costs import MOMENT_BYTES
 from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.errors import PlanError
 from shardwright.observe.console import Phase
@@ -306,9 +307,10 @@ def _first_of_all_ranks(place: float) -> float:
 def _optimizer_factor(context: Context) -> float:
     """Bytes of optimizer state for each byte of what is updated; a copy in float32 is a part of it."""
     copies = 1.0 if low_precision(context.config) is not None else 0.0
+    moment = MOMENT_BYTES[context.config.optimizer_state] / MOMENT_BYTES["as_is"]
     for wrapped in context.optimizers:
         name = type(wrapped.optimizer).__name__
         if name == "SGD":
             momentum = any(group.get("momentum") for group in wrapped.param_groups)
-            return copies + (1.0 if momentum else 0.0)
-    return copies + 2.0
+            return copies + (moment if momentum else 0.0)
+    return copies + 2 * moment

@@ -31,6 +31,7 @@ from shardwright.torch.optimizer.optimizer_state import (
     with_cuts,
 )
 from shardwright.torch.optimizer.optimizer_trial import ELEMENTWISE, refuse_parts_of_the_world
+from shardwright.torch.optimizer.packing import Packing
 from shardwright.torch.optimizer.refused_optimizers import (
     ADVICE_FOR_CLOSURES,
     UpdatesOverStages,
@@ -153,7 +154,9 @@ class DistributedOptimizer(Optimizer):
         self._over_stages = UpdatesOverStages(optimizer)
         self.clock = UpdateClock()
         self.scaler_wanted = scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        self._packing: Packing | None = None
         if is_initialized():
+            self._packing = Packing.of(optimizer, context().config)
             context().optimizers.append(self)
             if (model := wrapped_model()) is not None:
                 model.takes(self)
@@ -236,6 +239,8 @@ class DistributedOptimizer(Optimizer):
             around.append(self._own_parts(model, model.replicas.updated_parts))
         if not self.sees_rows:
             around.append(over_replicas(sends=True, axes="dp_replicate"))
+        if self._packing is not None:
+            around.append(self._packing.in_pieces())
         return around
 
     @property
@@ -371,6 +376,12 @@ class DistributedOptimizer(Optimizer):
         fitting = placed(fitting, self._parameters())
         self.optimizer.load_state_dict(fitting)
         keep_types(self.optimizer, fitting, self._parameters())
+        if self._packing is not None:
+            self._packing.pack(self._parameters())
+
+    def kept(self, key: str, value: Any) -> Any:
+        """A value of the state of a parameter as it is kept (`optimizer_state`)."""
+        return value if self._packing is None else self._packing.packed(key, value)
 
     def _by_group(self, names: Sequence[str]) -> list[list[str]]:
         rest = iter(names)

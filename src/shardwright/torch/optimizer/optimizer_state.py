@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
 from shardwright.run.context import context, is_initialized
+from shardwright.torch.optimizer.packed_tensor import unpacked
 from shardwright.torch.tensor_parallel.divide import cut_of, placed_again, placed_like, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
 
@@ -112,13 +113,13 @@ def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
     num_ranks: dict[Any, int] = {}
     for number, values in state["state"].items():
         found[number] = values
-        if not isinstance(values, Mapping) or not any(isinstance(v, DividedTensor) for v in values.values()):
+        if not isinstance(values, Mapping):
             continue
-        found[number] = own = dict(values)
+        found[number] = own = {key: unpacked(value) for key, value in values.items()}
         for key, value in values.items():
             if isinstance(value, DividedTensor):
                 cut = cut_of(value)
-                own[key] = whole(value) if cut is None else local_of(value)
+                own[key] = unpacked(whole(value) if cut is None else local_of(value))
                 if cut is not None:
                     cuts.setdefault(number, {})[key] = str(cut)
                     num_ranks[number] = value._spec.group.num_ranks

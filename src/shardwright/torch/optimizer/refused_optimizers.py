@@ -167,8 +167,9 @@ def _look_at(optimizer: Optimizer) -> None:
     if leaves_update_out(model):
         for parameter in found:
             parameter.grad = None  # which leaves it as it is
-    elif model.replicas.updated_parts is not None:
+    elif model.replicas.updated_parts is not None or context().config.optimizer_state != "as_is":
         raise UsageError(
-            f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16 or shard_optimizer_state the "
-            "library decides what is updated. Call step() of sw.DistributedOptimizer(optimizer)."
+            f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16, shard_optimizer_state or "
+            "optimizer_state the library decides what is updated. Call step() of "
+            "sw.DistributedOptimizer(optimizer)."
         )

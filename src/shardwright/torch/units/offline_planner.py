@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.cluster import Cluster
 from shardwright.config import Config
+from shardwright.costs import MOMENT_BYTES
 from shardwright.errors import PlanError, StalePlanError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
@@ -66,9 +67,6 @@ def plan_model(
         return planner.plan(config.resolve_world(world_size))
     grids = meshes(world_size, config, most_tensor=cluster.ranks_per_node)
     return best_of_meshes(grids, planner.plan, expected=planner.expected_seconds(grids))
-
-
-_ADAM = 2.0  # numbers of state for each number that is updated; in 16 bits, a copy of it, too
 
 
 class OfflinePlanner:
@@ -133,12 +131,13 @@ class OfflinePlanner:
         )
 
     def _plan(self, mesh: Mesh, candidates: Candidates, config: Config) -> Plan:
+        copies = 0 if low_precision(self._config) is None else 1
         plan = make_plan(
             candidates,
             cluster=self._cluster,
             config=config,
             mesh=mesh,
-            optimizer_factor=_ADAM if low_precision(self._config) is None else _ADAM + 1,
+            optimizer_factor=copies + 2 * MOMENT_BYTES[self._config.optimizer_state] / MOMENT_BYTES["as_is"],
             division=self._division(mesh, config, pipeline=mesh.pipeline) if mesh.share > 1 else None,
         )
         notes = self._assumptions(mesh)
