@@ -1,16 +1,19 @@
 """What saves memory, and what it costs: a GPT with a large vocabulary, beside a plain loop and FSDP2.
 
-    python benchmarks/savings.py            # 32,000 and 128,000 words
+    python benchmarks/savings.py            # 32,000 and 128,000 words; moments in fewer bits
     python benchmarks/savings.py --quick    # 8,000
+    python benchmarks/savings.py --only "smaller moments"
 
 Each run has processes of its own, and AdamW. *Peak*: the most that the C library's heap has given out in a
 step with its update, above what was there before the model; of the rank that takes most. *CPU*: processor
-seconds of a step of that rank, the fastest of three. *Predicted*: by the plan, on one rank and with stages.
+seconds of a step of that rank, the fastest of three; *update*: those of its update. *Predicted*: by the plan,
+on one rank and with stages.
 """
 
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import shardwright.torch as sw
 from check import Check
 from live_bytes import HeapBytes
 from models import Layered, Task, gpt
@@ -27,6 +31,7 @@ from shardwright.testing import run_ranks
 from shardwright_side import Ours
 
 _STEPS = 3
+_PAGES = Path(__file__).parents[1] / "docs"
 _MICROBATCHES = 2
 _SETTINGS: dict[str, Any] = {"microbatches": _MICROBATCHES, "plan": "anew", "measure_s": 10}
 _SHARDS = {"sharded_data_parallel_degree": 2}
@@ -42,12 +47,24 @@ _RUNS: list[tuple[str, int, dict[str, Any] | None]] = [
 ]
 
 
+_MOMENTS: list[tuple[str, int, dict[str, Any] | None]] = [
+    ("plain loop", 1, None),
+    *((kind, 1, {"optimizer_state": kind, "plan_one_stage": True}) for kind in ("as_is", "bf16", "8bit")),
+    *((f"2 stages, {kind}", 2, {"optimizer_state": kind, "pipeline": "1f1b"}) for kind in ("as_is", "8bit")),
+    ("FSDP2", 2, None),
+    *((f"shards, {kind}", 2, {"optimizer_state": kind, **_SHARDS}) for kind in ("as_is", "8bit")),
+]
+_LEARNT = 400  # steps
+_SEEDS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """By one rank; predicted: None where nothing is planned."""
 
     peak: int
     cpu_s: float
+    update_s: float
     predicted_peak: int | None = None
     predicted_s: float | None = None
 
@@ -92,19 +109,23 @@ def _taken(task: Task, settings: dict[str, Any] | None) -> Taken:
             runner = Ours(task, task.build(), {**_SETTINGS, **settings})
             parameters = runner.model.local_parameters()
         optimizer = torch.optim.AdamW(parameters)
-        times = []
+        if settings is not None and "optimizer_state" in settings:
+            optimizer = sw.DistributedOptimizer(optimizer)
+        times, updates = [], []
         runner.step()
         optimizer.step()
         with heap.counted():
             for _ in range(_STEPS):
                 begun_s = time.process_time()
                 runner.step()
+                updates_s = time.process_time()
                 optimizer.step()
                 times.append(time.process_time() - begun_s)
+                updates.append(time.process_time() - updates_s)
     if settings is None or runner.context.plan is None or runner.plan.prediction is None:
-        return Taken(heap.peak, min(times))
+        return Taken(heap.peak, min(times), min(updates))
     of_rank = runner.plan.prediction.memory[min(runner.context.rank, len(runner.plan.prediction.memory) - 1)]
-    return Taken(heap.peak, min(times), of_rank.peak_bytes, runner.plan.prediction.step_s)
+    return Taken(heap.peak, min(times), min(updates), of_rank.peak_bytes, runner.plan.prediction.step_s)
 
 
 def large_vocabularies(options: Any) -> Section:
@@ -144,14 +165,79 @@ def large_vocabularies(options: Any) -> Section:
     return figures, checks
 
 
+def _learnt(kind: str, steps: int, seed: int) -> float:
+    """The loss of the last eighth of a training on the bytes of this repository's pages."""
+    torch.set_num_threads(1)
+    text = b"".join(page.read_bytes() for page in sorted(_PAGES.glob("*.md")))
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    task = gpt(layers=4, width=128, vocab=256, length=64)
+    sw.init({"run_dir": "off", "log_interval": 10**6, "optimizer_state": kind, "seed": seed})
+    model = sw.DistributedModel(task.build())
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=2e-3))
+
+    @sw.step
+    def train_step(model: sw.DistributedModel, x: Tensor, y: Tensor) -> Tensor:
+        loss = task.loss(model(x), y)
+        model.backward(loss)
+        return loss
+
+    generator, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids) - 65, (8,), generator=generator)
+        rows = torch.stack([ids[start : start + 65] for start in starts.tolist()])
+        optimizer.zero_grad()
+        losses.append(float(train_step(model, rows[:, :-1], rows[:, 1:]).reduce_mean()))
+        optimizer.step()
+    last = losses[-steps // 8 :]
+    return sum(last) / len(last)
+
+
+def smaller_moments(options: Any) -> Section:
+    """AdamW with moments in float32, bfloat16 and 8 bits: memory, time, and what is learnt."""
+    task = gpt(layers=4, width=512, vocab=8_000, length=128, batch=4)
+    rows = [["", "peak, MiB", "predicted", "CPU s", "update, CPU s"]]
+    found: dict[str, Taken] = {}
+    for name, ranks, settings in _MOMENTS[:4] if options.quick else _MOMENTS:
+        taken = max(run_ranks(_taken, ranks, task, settings, timeout_s=600), key=lambda it: it.peak)
+        found[name] = taken
+        predicted = "" if taken.predicted_peak is None else f"{taken.predicted_peak / 2**20:.0f}"
+        cells = [f"{taken.peak / 2**20:.0f}", predicted, f"{taken.cpu_s:.2f}", f"{taken.update_s:.3f}"]
+        rows.append([name, *cells])
+        print(" | ".join(rows[-1]), flush=True)
+    checks = []
+    for kind in ("as_is", "bf16", "8bit"):
+        of_kind = found[kind]
+        assert of_kind.predicted_peak is not None
+        error = abs(of_kind.predicted_peak / of_kind.peak - 1)
+        checks.append(
+            Check(section="M", what=f"predicted peak, {kind}", value=error, target=0.05, percent=True)
+        )
+    losses = [["", *(f"seed {seed}" for seed in range(1, _SEEDS + 1))]]
+    for kind in ("as_is", "bf16", "8bit"):
+        of_seeds = [
+            run_ranks(_learnt, 1, kind, 40 if options.quick else _LEARNT, seed, timeout_s=600)[0]
+            for seed in range(1, _SEEDS + 1)
+        ]
+        losses.append([kind, *(f"{loss:.3f}" for loss in of_seeds)])
+        print(" | ".join(losses[-1]), flush=True)
+    figures = {
+        f"{task.name}, 8,000 words, 4 x 128 tokens in {_MICROBATCHES} microbatches": rows,
+        f"loss of the last eighth of {_LEARNT} steps, GPT 4 x 128 on bytes": losses,
+    }
+    return figures, checks
+
+
+_SECTIONS = {"large vocabularies": large_vocabularies, "smaller moments": smaller_moments}
+
+
 def main() -> int:
     """Runs what is asked for."""
     parser = parser_for(__doc__, quick="one small vocabulary, one rank")
+    parser.add_argument("--only", choices=_SECTIONS)
     options = parser.parse_args()
-    options.only = None
     return run_sections(
         options,
-        {"large vocabularies": large_vocabularies},
+        _SECTIONS,
         shown=lambda rows: "\n".join("  ".join(f"{cell:<18}" for cell in row) for row in rows),
     )
 
