@@ -32,6 +32,7 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import Weights
 from shardwright.torch.execution.agreement import TrainedModel
 from shardwright.torch.loss_scale import EarlierGradients
+from shardwright.torch.parameters.quantized import shapes_of_quantized
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.pytorch.modules import all_parameters, line_of
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
@@ -78,7 +79,7 @@ class LossWeights:
         self._first_counts: list[float] = []
         self._divisor = 0.0
         self._per_sample = 0.0
-        self._own: set[int] = set()  # memory of the model's parameters and buffers
+        self._own: set[Any] = set()  # memory of parameters and buffers, shapes of quantized ones
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
         """Refuses to cut a batch whose loss does not follow from those of its microbatches."""
@@ -229,7 +230,8 @@ class LossWeights:
             if not self._own:
                 module = self._model.get_module()
                 self._own.update(storage_key(each) for each in (*all_parameters(module), *module.buffers()))
-            return storage_key(tensor) in self._own
+                self._own.update(shapes_of_quantized(module))
+            return storage_key(tensor) in self._own or tensor.shape in self._own
 
         def is_count(divisor: Tensor) -> bool:
             if self.data is not None and self.data.is_count(divisor):

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -260,6 +260,14 @@ class DistributedModel(SpreadModule):
         Once the model is spread over stages it is a copy, which further training does not change.
         """
         return self._state.whole(destination, prefix, keep_vars=keep_vars)
+
+    def described_state(self) -> dict[str, Any]:
+        """The state with the parameters and buffers themselves; those of other ranks have no values."""
+        return self._state.described(keep_vars=True)
+
+    def some_of_state(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Of `state_dict` these tensors alone, which are gathered alone; collective over the replica."""
+        return self._state.some(names)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the whole model's state; each rank takes its share.

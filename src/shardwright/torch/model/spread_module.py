@@ -2,7 +2,7 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Self
 
@@ -19,10 +19,13 @@ from shardwright.torch.parameters.delayed_initialization import refuse_half_buil
 from shardwright.torch.parameters.gathering import gather_state, gathered_values, rank_that_runs
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.parameter_kinds import refuse_unsendable
+from shardwright.torch.parameters.quantized import take_apart_quantized
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, refuse_released
+from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.modules import ModelTree, user_line
 from shardwright.torch.replicas.replicas import Replicas
+from shardwright.torch.tensor_parallel.divided_tensor import whole
 
 
 def accepted(module: nn.Module, current: Context) -> nn.Module:
@@ -41,6 +44,7 @@ def accepted(module: nn.Module, current: Context) -> nn.Module:
     _refuse_lazy(module)
     refuse_released(module)
     refuse_half_built(module)
+    take_apart_quantized(module, current)
     refuse_unsendable(module, current.groups.data)
     all_ranks = range(current.mesh.world_size)
     with first_cause_named(current), call_together("sw.DistributedModel(...)", all_ranks):
@@ -252,6 +256,17 @@ class ModelState:
         with self._of_this_rank():
             state: dict[str, Any] = self._module.state_dict(keep_vars=keep_vars)
         return state
+
+    def some(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some tensors of the state, whole; collective over the ranks with the model, alike on all."""
+        meet("a part of model.state_dict()", ranks_with_the_model())
+        described = self.described(keep_vars=True)
+        with torch.no_grad(), first_cause_named(context()):
+            state = {name: described[name] for name in names}
+            state = {n: t.full() if isinstance(t, ShardedTensor) else t for n, t in state.items()}
+            if self._residency is None or context().groups.pipeline is None:
+                return {name: whole(tensor).clone() for name, tensor in state.items()}
+            return gather_state(state, self._module, self._residency, context())
 
     def _gathered(self, residency: Residency, *, keep_vars: bool) -> dict[str, Any]:
         """The state of all stages."""

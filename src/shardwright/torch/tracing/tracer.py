@@ -25,6 +25,7 @@ from shardwright.torch.interception.backward_calls import (
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import plain_torch, without_hooks
 from shardwright.torch.interception.step_code import assumed_loss, in_step_code
+from shardwright.torch.parameters.quantized import shapes_of_quantized
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
@@ -165,11 +166,14 @@ class Tracer:
         refuse_untrained(value is not None and self._values[value].fake.requires_grad)
         refuse_several_numbers(loss, gradient)
         if gradient is None and value is not None:
+            shapes = shapes_of_quantized(self._request.unit_map.model)
             form = form_of_loss(
                 self._values[value].fake,
                 samples=self._request.batch_size,
                 is_constant=lambda tensor: storage_key(tensor) in self._constants,
-                is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
+                is_fixed=lambda tensor: (
+                    tensor.shape in shapes or bool(self._values.lent_in([storage_key(tensor)]))
+                ),
             )
             # Counts would hold on to all that was computed.
             of_data, is_clamped = self._data.found or form.of_data, self._data.is_clamped

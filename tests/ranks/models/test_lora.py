@@ -1,0 +1,127 @@
+"""Adapters of PEFT train on any plan as in one process, and are saved, loaded and merged alone."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapted import Kept, gpt2, llama, outputs, train_each, with_adapter
+from torch import Tensor
+
+from shardwright.testing import run_ranks
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning")
+
+STAGES = {"pipeline_parallel_degree": 2}
+SHARDS = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
+TENSOR = {"tensor_parallel_degree": 2}
+EXACT, OWN_TYPE = 1e-10, 1e-5
+"""Llama computes its norms in float32, whatever its type."""
+
+
+def exact_llama(**settings: Any) -> Any:
+    return with_adapter(llama().double(), **settings)
+
+
+def exact_gpt2(**settings: Any) -> Any:
+    return with_adapter(gpt2().double(), target_modules=["c_attn"], fan_in_fan_out=True, **settings)
+
+
+def llama_all_linear() -> Any:
+    return exact_llama(target_modules="all-linear")
+
+
+def llama_dora() -> Any:
+    return exact_llama(use_dora=True, target_modules=["q_proj", "down_proj"])
+
+
+def llama_with_a_new_head() -> Any:
+    return exact_llama(modules_to_save=["lm_head"])
+
+
+def llama_late() -> Any:
+    """The first stage has nothing to train, and no backward."""
+    return exact_llama(layers_to_transform=[3])
+
+
+def saved_and_loaded(plain: Any, model: Any, *, folder: Path) -> None:
+    """What is saved, plain PEFT has; and the wrapped model takes it back."""
+    from shardwright.integrations.peft import adapter_state, load_adapter, save_adapter
+
+    before = adapter_state(model)
+    save_adapter(model, folder)
+    with torch.no_grad():
+        for parameter in model.local_parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    load_adapter(model, folder)
+    after = adapter_state(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def check(kept: list[Kept], limit: float) -> None:
+    for each in kept:
+        assert each["gradients"] < limit
+        assert each["weights"] < limit
+    losses = torch.tensor([each["losses"] for each in kept], dtype=torch.float64).mean(0)
+    expected = torch.tensor(kept[0]["expected"], dtype=torch.float64)
+    torch.testing.assert_close(losses, expected, rtol=limit, atol=limit)
+
+
+def run(num_ranks: int, cases: Mapping[str, tuple[Any, Any]], then: Any = None) -> list[dict[str, Kept]]:
+    env = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    return run_ranks(train_each, num_ranks, cases, then, timeout_s=300, env=env)
+
+
+def test_lora_over_stages_shards_and_tensor_degree_is_saved_and_loaded_by_peft(tmp_path: Path) -> None:
+    """The adapter of a Llama on eight ranks gives the outputs of the one that plain PEFT has trained."""
+
+    def save(plain: Any, model: Any) -> tuple[Tensor, list[str]]:
+        from shardwright.integrations.peft import load_adapter, save_adapter, save_merged
+
+        save_adapter(model, tmp_path / "adapter")
+        save_merged(model, tmp_path / "merged")
+        load_adapter(model, tmp_path / "adapter")
+        return outputs(plain)
+
+    kept = [each[""] for each in run(8, {"": (exact_llama, {**STAGES, **SHARDS, **TENSOR})}, save)]
+    check(kept, OWN_TYPE)
+    from peft import PeftModel
+    from safetensors import safe_open
+    from transformers import LlamaForCausalLM
+
+    names = {each.name for each in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+    with safe_open(tmp_path / "adapter/adapter_model.safetensors", "pt") as file:
+        stored = list(file.keys())
+    assert stored
+    assert all("lora_" in name for name in stored)
+    loaded = PeftModel.from_pretrained(llama().double(), tmp_path / "adapter")
+    torch.testing.assert_close(outputs(loaded), kept[0]["then"], rtol=1e-5, atol=1e-5)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    torch.testing.assert_close(outputs(merged), kept[0]["then"], rtol=1e-5, atol=1e-5)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], float]] = {
+    "stages": (exact_gpt2, STAGES, EXACT),
+    "shards": (exact_gpt2, SHARDS, EXACT),
+    "tensor": (exact_gpt2, TENSOR, EXACT),
+    "replicas": (exact_gpt2, {"pipeline_parallel_degree": 1}, EXACT),
+    "recomputed": (exact_gpt2, {**STAGES, "activation_checkpointing": "full", "pipeline": "zb_h1"}, EXACT),
+    "all-linear": (llama_all_linear, STAGES, OWN_TYPE),
+    "DoRA": (llama_dora, TENSOR, OWN_TYPE),
+    "new head": (llama_with_a_new_head, SHARDS, OWN_TYPE),
+    "late": (llama_late, STAGES, OWN_TYPE),
+}
+
+
+def test_adapters_train_as_in_one_process_and_come_back(tmp_path: Path) -> None:
+    kept = run(
+        2, {name: each[:2] for name, each in CASES.items()}, partial(saved_and_loaded, folder=tmp_path)
+    )
+    for name, (_, _, limit) in CASES.items():
+        check([each[name] for each in kept], limit)
