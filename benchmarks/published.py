@@ -29,7 +29,7 @@ from check import Check, lines
 from fit import Fit, MeasuredRun, Runs, fit, leave_out, ratios
 from machine import circumstances
 from published_memory import memory_ratios
-from published_runs import family, measured_run, why_not
+from published_runs import family, measured_run, recipe_runs, why_not
 from shardwright.costs.calibration import TENTH, document_of
 from shardwright.text import align
 
@@ -55,11 +55,13 @@ def main() -> int:
     options = _options()
     where = circumstances()
     rows = json.loads(options.tables.read_text())
+    recipes = recipe_runs(yaml.safe_load(options.recipes.read_text()))
     checks: list[Check] = []
     found: dict[str, Any] = {}
     written: dict[str, Any] = {}
     for name in _FAMILIES:
         runs = [measured_run(row) for row in rows if family(row) == name and why_not(row) is None]
+        runs += [run for run in recipes if run.accelerator == name]
         columns = Runs.of(runs)
         fitted = fit(columns)
         apart = leave_out(columns, num_folds=_NUM_FOLDS if options.quick else None)
@@ -175,6 +177,7 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tables", type=Path, default=_HERE / "runs.json", help="published runs")
+    parser.add_argument("--recipes", type=Path, default=_HERE / "recipes.yaml", help="of others")
     parser.add_argument("--memory", type=Path, default=_HERE / "memory.json", help="published memory")
     parser.add_argument("--write", type=Path, help="where the fitted efficiencies go")
     parser.add_argument("--json", type=Path)

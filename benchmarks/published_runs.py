@@ -1,12 +1,15 @@
 """Published runs as the costs of a step understand them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fit import MeasuredRun
-from shardwright.costs.inputs import Options, Rates, Recompute, ScheduleKind, Sharded
+from shardwright.catalogue import Transformer, find_architecture, from_hugging_face
+from shardwright.cluster import parse_inventory
+from shardwright.costs.inputs import FLOAT8, Options, Rates, Recompute, ScheduleKind, Sharded
 from shardwright.costs.shape import Shape
 
-__all__ = ["family", "measured_run", "runtime", "why_not"]
+__all__ = ["family", "measured_run", "recipe_runs", "runtime", "why_not"]
 
 Row = dict[str, Any]
 
@@ -97,6 +100,52 @@ def measured_run(row: Row) -> MeasuredRun:
         rates=_rates(row),
         step_s=step_s,
     )
+
+
+def recipe_runs(document: Mapping[str, Any]) -> list[MeasuredRun]:
+    """The runs of published recipes, all on the machines that each table names."""
+    return [
+        _recipe_run(dict(zip(table["columns"], row, strict=True)), table, document["models"])
+        for table in document["tables"]
+        for row in table["rows"]
+    ]
+
+
+def _recipe_run(row: Row, table: Row, models: Mapping[str, Any]) -> MeasuredRun:
+    nodes = -(-row["gpus"] // 8)
+    machines = parse_inventory(f"{table['machines']}*{nodes}")
+    kind, _ = machines.nodes[0]
+    data = row["gpus"] // (row["tensor"] * row["pipeline"] * row["context"])
+    each = row["batch"] / data
+    shard = data * row["context"]
+    return MeasuredRun(
+        name="{model}, {gpus} GPUs, {sequence} tokens, batch {batch}".format(**row) + f", {table['dtype']}",
+        group=table["group"],
+        accelerator=kind.accelerator.family,
+        runtime=table["runtime"],
+        shape=Shape.of(_architecture(row["model"], models), sequence=row["sequence"]),
+        options=Options(
+            **{name: row[name] for name in ("tensor", "pipeline", "virtual", "context")},
+            # Megatron counts tensor parallel ranks among those that share experts.
+            expert=max(1, row["expert"] // row["tensor"]),
+            data=data,
+            shard=shard if table["zero"] else 1,
+            sharded=table["zero"],
+            microbatch=row["microbatch"],
+            microbatches=max(1.0, each / row["microbatch"]),
+            schedule=ScheduleKind.INTERLEAVED if row["virtual"] > 1 else ScheduleKind.ONE_F_ONE_B,
+            sequence_parallel=1,
+            recompute=Recompute[row.get("recompute", "none").upper()],
+            float8=int(table["dtype"] == FLOAT8),
+            fused=1,
+        ),
+        rates=Rates.of(machines, table["dtype"]),
+        step_s=row["batch"] * row["sequence"] / row["gpus"] / row["tokens"],
+    )
+
+
+def _architecture(name: str, models: Mapping[str, Any]) -> Transformer:
+    return from_hugging_face(models[name], name=name) if name in models else find_architecture(name)
 
 
 def _shape(row: Row) -> Shape:

@@ -40,7 +40,10 @@ _CASES = (
     # model, machines, samples of a step, seconds
     (find_architecture("gpt-neox-13b"), "p4d.24xlarge*8", 1024, 1.0),
     (find_architecture("gpt-neox-100b"), "p4d.24xlarge*512", 4096, 5.0),
-    (_TRILLION, "dgx-h100*2048", 16384, 15.0),
+    (_TRILLION, "dgx-h100*2048", 16384, 3.0),
+    (find_architecture("llama3-405b"), "dgx-h100*512", 4096, 3.0),
+    (find_architecture("deepseek-v3"), "dgx-h100*128", 8192, 3.0),
+    (find_architecture("deepseek-v3"), "dgx-h100*8192", 16384, 3.0),
 )
 
 
@@ -53,7 +56,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only the targets; exit 1 where one is missed")
     options = parser.parse_args()
     where = circumstances()
-    rows = [["model", "ranks", "ways", "fitting", "seconds", "best"]]
+    rows = [["model", "ranks", "ways", "priced", "seconds", "best"]]
     checks, figures = [], {}
     for model, machines, batch, target in _CASES:
         task = Task(model=model, machines=parse_inventory(machines), batch=batch)
@@ -66,7 +69,7 @@ def main() -> int:
         name = f"{task.model.name} on {task.machines.num_ranks} ranks"
         figures[name] = times
         checks.append(Check(section="S", what=f"{name}, seconds", value=seconds, target=target))
-        counts = [str(task.machines.num_ranks), str(answer.num_ways), str(answer.num_fitting)]
+        counts = [str(task.machines.num_ranks), str(answer.num_ways), str(answer.num_priced)]
         rows.append([task.model.name, *counts, format_seconds(seconds), answer.best.title])
     if not options.check:
         print("\n".join(f"{key}: {value}" for key, value in where.items()))

@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -46,7 +47,9 @@ _UNKNOWN_MEMORY = 8 * 2**30
 _MOST_DIGITS = 12
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 1e-5, 2e-5
 _TERM = re.compile(
-    r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:(?:\s*\*\s*|\s+x\s+)(?P<number>[-+\w.]+))?", re.IGNORECASE
+    r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:(?:\s*\*\s*|\s+x\s+)(?P<number>[-+\w.]+))?"
+    r"(?:\s*@\s*(?P<network>[\w.]+(?:\s*[\w/]+)?))?",
+    re.IGNORECASE,
 )
 
 
@@ -67,7 +70,8 @@ def parse_inventory(text: str) -> Inventory:
 
     Args:
         text: names of kinds of nodes, each with how many there are of it (one, if it is not said), joined
-            by ``+``; ``p4d.24xlarge x 4`` is the same as ``p4d.24xlarge*4``.
+            by ``+``; ``p4d.24xlarge x 4`` is the same as ``p4d.24xlarge*4``. ``@10Gbit`` behind one is the
+            rate of a node's network.
 
     Raises:
         ConfigError: a name is not known (the nearest are given), or a number is none or out of range.
@@ -75,6 +79,8 @@ def parse_inventory(text: str) -> Inventory:
     >>> machines = parse_inventory("p4d.24xlarge*4 + p5.48xlarge")
     >>> machines.num_ranks, machines.num_nodes
     (40, 5)
+    >>> parse_inventory("dgx-h100*2@10Gbit").nodes[0][0].network_Bps
+    1250000000.0
     """
     nodes = []
     for term in text.split("+"):
@@ -84,7 +90,10 @@ def parse_inventory(text: str) -> Inventory:
                 f"{shown(term.strip())} in {shown(text)} is not a kind of node and a number, such as "
                 "p4d.24xlarge*4."
             )
-        nodes.append((kind_called(match["name"]), _number(match["number"], text)))
+        kind = kind_called(match["name"])
+        if match["network"]:
+            kind = replace(kind, network_Bps=_rate(match["network"]))
+        nodes.append((kind, _number(match["number"], text)))
     return Inventory(name=" + ".join(f"{kind.name} x {number}" for kind, number in nodes), nodes=tuple(nodes))
 
 
@@ -102,6 +111,21 @@ def kind_called(name: str) -> NodeKind:
     near = difflib.get_close_matches(plain, kinds, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(kinds)}."
     raise ConfigError(f"there are no machines called {shown(name)}; {hint}")
+
+
+_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[MGT])(?P<unit>bit|bps|b|B)(?:/s|ps)?")
+_PREFIXES = {"M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def _rate(text: str) -> float:
+    """Bytes a second."""
+    match = _RATE.fullmatch(text.strip())
+    number = 0.0 if match is None else float(match["number"])
+    if match is None or not number:
+        raise ConfigError(
+            f"{shown(text.strip())} is no rate of a network; such are 10Gbit and 50GB (a second)."
+        )
+    return number * _PREFIXES[match["prefix"]] / (1 if match["unit"] == "B" else 8)
 
 
 def _number(text: str | None, whole: str) -> int:

@@ -1,6 +1,7 @@
 """Prices a training step in closed form, in seconds and bytes, for many candidates at once."""
 
 from shardwright.costs.calibration import (
+    FUSED_RUNTIMES,
     Calibration,
     Efficiencies,
     calibration_of,
@@ -9,6 +10,7 @@ from shardwright.costs.calibration import (
 )
 from shardwright.costs.chain import chain_prices
 from shardwright.costs.inputs import (
+    FLOAT8,
     Gathers,
     Offload,
     Options,
@@ -33,7 +35,9 @@ from shardwright.costs.step import StepSeconds, step_seconds
 
 __all__ = [
     "BF16",
+    "FLOAT8",
     "FP32",
+    "FUSED_RUNTIMES",
     "MOMENT_BYTES",
     "Calibration",
     "Efficiencies",

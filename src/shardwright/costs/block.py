@@ -24,12 +24,15 @@ from shardwright.costs.links import (
     ATTENTION_BACKWARD,
     ELEMENTWISE_BACKWARD,
     RankRates,
+    inside_of_node,
+    network_rate,
     ring_rate,
     ring_seconds,
 )
 from shardwright.costs.shape import Shape
 
-_WHOLE = 10  # bytes of a token and hidden element that tensor parallelism leaves whole
+# Bytes of a token and hidden element that tensor parallelism leaves whole; without masks of dropout fewer.
+_WHOLE, _WHOLE_FUSED = 10, 8
 _SCORES = 5  # bytes of a token, head and key
 
 
@@ -52,12 +55,18 @@ def tokens_of(shape: Shape, options: Options) -> Numbers:
 
 
 def _block_bytes(shape: Shape, options: Options, *, scores: Numbers) -> Numbers:
-    attention = (1 + shape.cross) * 2 * (shape.queries + shape.keys + shape.values + shape.outputs)
-    mlp = 4 * shape.ffn_of_token * (1 + shape.gated)
+    # Inputs of products: the two norms' results, what attention makes, what the MLP's activation makes.
+    input_bytes = np.where(np.asarray(options.float8) > 0, 1, 2)
+    attention = (1 + shape.cross) * (
+        2 * (shape.queries + shape.keys + shape.values) + input_bytes * shape.outputs
+    )
+    of_activation = np.where(np.asarray(options.fused) > 0, 1, 1 + shape.gated)
+    mlp = shape.ffn_of_token * (2 * (1 + shape.gated) + 2 * (of_activation - 1) + input_bytes)
     kept_scores = np.where(np.logical_and(scores, options.flash == 0), _SCORES, 0)
     of_scores = (1 + shape.cross) * kept_scores * shape.heads * shape.sequence / options.context
     # The narrow vectors of latent attention, before and behind their norms.
-    whole = _WHOLE * shape.hidden / _divided(options) + 4 * shape.latent_width
+    of_stream = np.where(np.asarray(options.fused) > 0, _WHOLE_FUSED, _WHOLE) - 2 * (2 - input_bytes)
+    whole = of_stream * shape.hidden / _divided(options) + 4 * shape.latent_width
     return (
         options.width
         / 2
@@ -73,6 +82,9 @@ def _divided(options: Options) -> Numbers:
 
 _ELEMENTWISE_KERNELS = 12
 _ELEMENTWISE_WHOLE, _ELEMENTWISE_SPLIT = 14, 18
+_ROUTED, _OF_EXPERT = 6, 3
+"""Elements that a token moves for each of its experts: it is sorted there and back, and activated in it."""
+
 _LOSS_BYTES = 16
 
 
@@ -106,27 +118,47 @@ class BlockSeconds:
         return self.computing + self.tensor + self.context + self.expert
 
 
+_CAST_BYTES = 4
+"""Bytes that casting an element of a product's input to 8 bits moves: it is read, and written twice."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Rank(RankRates):
-    """A rank of which products with a small side waste a part."""
+    """A rank of which products with a small side waste a part.
+
+    Attributes:
+        float8: 1 where products are in 8 bits; `peak` is then the rate of those.
+    """
 
     width: Numbers
+    float8: Numbers = 0
 
-    def product(self, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
+    def product(self, rows: Numbers, inner: Numbers, columns: Numbers, *, share: Numbers = 1.0) -> Numbers:
+        """Seconds of a product; `share`: of the rate of large ones that such products reach."""
         smallest = np.minimum(np.minimum(rows, columns), inner)
         flops = 2.0 * rows * columns * inner
         moved = self.width * (rows * columns + columns * inner + rows * inner)
+        float8 = np.asarray(self.float8) > 0
+        reached = share * np.where(float8, self.reached.float8, 1.0)
+        cast = np.where(float8, _CAST_BYTES * rows * inner, 0.0)
         return (
             self.reached.kernel_s
-            + flops / self.flops_rate * (1 + self.reached.half_size / smallest)
-            + 0.5 * moved / self.memory_rate
+            + flops / (self.flops_rate * reached) * (1 + self.reached.half_size / smallest)
+            + (0.5 * moved + cast) / self.memory_rate
         )
 
 
 def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> BlockSeconds:
     rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
+    of_weights = _Rank(
+        np.where(np.asarray(options.float8) > 0, rates.float8_flops_per_s, rates.flops_per_s),
+        rates.memory_Bps,
+        reached,
+        options.width,
+        options.float8,
+    )
     tokens = options.microbatch * shape.sequence / options.context
-    products = _products(rank, shape, options, tokens)
+    products = _products(of_weights, shape, options, tokens)
     attention, attention_backward = _attention(rank, shape, options, tokens)
     elementwise = _elementwise(rank, shape, options, tokens)
     forward = products + attention + elementwise
@@ -157,11 +189,15 @@ def head_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
 def _products(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
     t, hidden = options.tensor, shape.hidden
     around = _before_attention(rank, shape, t, tokens) + rank.product(tokens, shape.outputs / t, hidden)
-    # With experts, each rank has some of them, and each token goes to some.
-    at_once = np.maximum(1.0, shape.experts / options.expert)
-    routed = tokens * shape.experts_per_token / at_once
-    into = rank.product(routed, hidden, shape.ffn * (1 + shape.gated) / t)
-    sparse = at_once * (into + rank.product(routed, shape.ffn / t, hidden))
+    # With experts, each rank has some of them, and each token goes to some. Tensor parallel ranks have
+    # different ones, too, where there are enough of them, or else parts of the same.
+    sharing = np.where(np.asarray(options.expert) > 1, options.expert * t, 1.0)
+    split = np.where(sharing > 1, np.clip(sharing / shape.experts, 1.0, t), t)
+    at_once = np.maximum(1.0, shape.experts / sharing)
+    share = np.where(np.asarray(shape.experts) > 1, rank.reached.grouped, 1.0)
+    routed = tokens * options.expert * shape.experts_per_token / shape.experts
+    into = rank.product(routed, hidden, shape.ffn * (1 + shape.gated) / split, share=share)
+    sparse = at_once * (into + rank.product(routed, shape.ffn / split, hidden, share=share))
     sparse = sparse + _mlp(rank, shape, t, tokens, shape.shared_ffn)
     mlp = (1 - shape.dense) * sparse + shape.dense * _mlp(rank, shape, t, tokens, shape.dense_ffn)
     return (1 + shape.cross) * around + mlp
@@ -190,21 +226,24 @@ def _attention(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> 
     reached = rank.reached
     scores = (1 + shape.cross) * tokens * shape.sequence * shape.heads / options.tensor
     flops = 2 * scores * (shape.head_width + shape.value_head)
-    moved = scores * reached.scores_bytes * reached.scores_factor
+    moved = scores * reached.scores_bytes
     apart = flops / (rank.peak * reached.scores) + moved / rank.memory_rate
     seen = flops * shape.attended / shape.sequence
     fused = seen / (rank.peak * reached.flash_forward)
     fused_backward = ATTENTION_BACKWARD * seen / (rank.peak * reached.flash_backward)
+    factor = reached.attention_factor
     return (
-        np.where(options.flash > 0, fused, apart),
-        np.where(options.flash > 0, fused_backward, 2 * apart),
+        factor * np.where(options.flash > 0, fused, apart),
+        factor * np.where(options.flash > 0, fused_backward, 2 * apart),
     )
 
 
 def _elementwise(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
     divided = np.where(options.sequence_parallel > 0, options.tensor, 1.0)
     width = _ELEMENTWISE_WHOLE / divided + _ELEMENTWISE_SPLIT / options.tensor
-    moved = rank.width * tokens * shape.hidden * width * rank.reached.elementwise
+    sparse = np.where(np.asarray(shape.experts) > 1, 1 - shape.dense, 0.0)
+    routed = sparse * shape.experts_per_token * (_ROUTED * shape.hidden + _OF_EXPERT * shape.ffn)
+    moved = rank.width * tokens * (shape.hidden * width + routed / options.tensor) * rank.reached.elementwise
     return moved / rank.memory_rate + _ELEMENTWISE_KERNELS * rank.reached.kernel_s
 
 
@@ -212,7 +251,12 @@ def _tensor(shape: Shape, options: Options, rates: Rates, reached: Efficiencies,
     """Two all-reduces, or as many pairs of gathers and reduce-scatters, in one direction."""
     t = options.tensor
     rate = ring_rate(
-        rates, ranks=t, stride=1.0, link_share=reached.link, network_share=reached.reduce_network
+        rates,
+        reached,
+        ranks=t,
+        stride=1.0,
+        link_share=reached.link,
+        network_share=reached.reduce_network,
     )
     once = ring_seconds(rates, options.width * tokens * shape.hidden, ranks=t, stride=1.0, rate=rate)
     return 2 * 2 * once * (1 + 0.5 * shape.cross)
@@ -224,7 +268,12 @@ def _context(
     """Keys and values go round in a ring, twice as many bytes in the backward; attention hides them."""
     c = options.context
     rate = ring_rate(
-        rates, ranks=c, stride=options.tensor, link_share=reached.link, network_share=reached.reduce_network
+        rates,
+        reached,
+        ranks=c,
+        stride=options.tensor,
+        link_share=reached.link,
+        network_share=reached.reduce_network,
     )
     ring = (c - 1) * options.width * tokens * (shape.keys + shape.values) / options.tensor / rate
     forward, backward = np.maximum(0.0, ring - attention), np.maximum(0.0, 2 * ring - 2 * attention)
@@ -232,11 +281,18 @@ def _context(
 
 
 def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
-    """Two exchanges of all with all, in one direction, in the blocks with experts."""
-    e = options.expert
-    rate = ring_rate(
-        rates, ranks=e, stride=options.tensor, link_share=reached.link, network_share=reached.gather_network
-    )
-    sent = options.width * tokens * shape.experts_per_token * shape.hidden * (e - 1) / e
-    exchanges = 2 * (1 - shape.dense)
-    return np.where(e > 1, exchanges * (sent / rate + rates.network_latency_s * (e - 1)), 0.0)
+    """Two exchanges of all with all, in one direction, in the blocks with experts.
+
+    A tensor parallel rank sends its own part of the tokens. One goes once to each node with experts of
+    it, and inside of a node to each of them.
+    """
+    e, stride = options.expert, options.tensor
+    inside = inside_of_node(rates, ranks=e, stride=stride)
+    nodes, chosen = np.maximum(1.0, e / inside), shape.experts_per_token
+    others = (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen)
+    num_bytes = options.width * tokens * shape.hidden / _divided(options)
+    network = network_rate(rates, reached, ranks=e, stride=stride) * reached.exchange / rates.per_node
+    near = num_bytes * chosen * (e - 1) / e / (rates.link_Bps * reached.link)
+    latency = np.where(nodes > 1, rates.network_latency_s, rates.link_latency_s) * np.log2(np.maximum(e, 1.0))
+    once = np.maximum(num_bytes * others / network, near) + latency
+    return np.where(e > 1, 2 * (1 - shape.dense) * once, 0.0)

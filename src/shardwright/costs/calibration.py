@@ -66,17 +66,20 @@ class Efficiencies:
         scores: share of the peak that its products reach.
         flash_forward: share of the peak of fused attention, forward.
         update: share of the peak that the optimizer's memory traffic reaches.
+        float8: of products in 8 bits, on `matmul`.
+        grouped: of the products of experts, on `matmul`.
         link: share of the link's rate that collectives inside of a node seem to reach; above 1 where
             computing hides a part of them.
         matmul_factor: of the runtime's kernels, on `matmul`.
-        scores_factor: of the runtime's kernels, on `scores_bytes`.
+        attention_factor: of the runtime's attention, on its seconds.
         gather_network: share of the network's rate that gathers and reduce-scatters reach.
         gather_link: share of the link's rate that they reach.
         hierarchical_network: share of the network's rate where they know about nodes.
         reduce_network: share of the network's rate that all-reduces over replicas reach.
-        point_to_point: share of a link's rate that messages between stages seem to reach; above 1 where
-            computing hides a part of them.
-        overlap: share of the computing behind which gathers and reduce-scatters hide.
+        point_to_point: share of a link's rate that messages between stages reach.
+        exchange: share of the network's rate that exchanges of experts' tokens reach.
+        contention: the network's rate falls with the nodes of a group, to the power of so much.
+        overlap: share of the computing behind which gathers, reduce-scatters, sums and messages hide.
         layer_s: seconds of a block and microbatch, whatever its size.
         microbatch_s: seconds of a microbatch, whatever its size.
         step_s: seconds of a step, whatever its size.
@@ -92,14 +95,18 @@ class Efficiencies:
     flash_backward: Numbers
     kernel_s: Numbers
     update: Numbers
+    float8: Numbers
+    grouped: Numbers
     link: Numbers
     matmul_factor: Numbers
-    scores_factor: Numbers
+    attention_factor: Numbers
     gather_network: Numbers
     gather_link: Numbers
     hierarchical_network: Numbers
     reduce_network: Numbers
     point_to_point: Numbers
+    exchange: Numbers
+    contention: Numbers
     overlap: Numbers
     layer_s: Numbers
     microbatch_s: Numbers
@@ -110,7 +117,7 @@ class Efficiencies:
         return tuple(field.name for field in fields(cls))
 
 
-OF_ACCELERATORS = frozenset(Efficiencies.names()[:10])
+OF_ACCELERATORS = frozenset(Efficiencies.names()[:12])
 """Parameters of a family of accelerators; the others are those of a runtime on it."""
 
 PRIORS: dict[str, _Prior] = {
@@ -124,14 +131,18 @@ PRIORS: dict[str, _Prior] = {
     "flash_backward": _Prior(0.45, 0.3),
     "kernel_s": _Prior(6e-6, 0.4),
     "update": _Prior(0.6, 0.5),
+    "float8": _Prior(0.75, 0.2),
+    "grouped": _Prior(0.7, 0.3),
     "link": _Prior(0.6, 0.3),
     "matmul_factor": _Prior(1.0, 0.1),
-    "scores_factor": _Prior(1.0, 0.3),
+    "attention_factor": _Prior(1.0, 0.3),
     "gather_network": _Prior(0.4, 0.5),
     "gather_link": _Prior(0.6, 0.4),
     "hierarchical_network": _Prior(0.55, 0.4),
     "reduce_network": _Prior(0.5, 0.5),
     "point_to_point": _Prior(0.5, 0.6),
+    "exchange": _Prior(0.6, 0.5),
+    "contention": _Prior(0.03, 0.5),
     "overlap": _Prior(0.5, 0.6),
     "layer_s": _Prior(1e-4, 1.0),
     "microbatch_s": _Prior(1e-3, 1.0),
@@ -158,6 +169,9 @@ _TWENTIETH = 1.6449
 
 _OWN_RUNTIME = "shardwright"
 
+FUSED_RUNTIMES = frozenset({"automodel", "megascale", "megatron"})
+"""Runtimes with kernels of their own for what is between products, which keep less for the backward."""
+
 _OF_LINKS = dict.fromkeys(
     (
         "link",
@@ -166,6 +180,7 @@ _OF_LINKS = dict.fromkeys(
         "hierarchical_network",
         "reduce_network",
         "point_to_point",
+        "exchange",
     ),
     1.0,
 )

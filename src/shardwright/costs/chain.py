@@ -33,7 +33,7 @@ from shardwright.catalogue import LayerChain
 from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
 from shardwright.costs.kinds import KindOfRank, Prices, rates_among, stages_alike
-from shardwright.costs.links import Price, RankRates, hop_seconds, ring_rate
+from shardwright.costs.links import Price, RankRates, beyond, hop_seconds, ring_rate
 from shardwright.costs.memory import (
     Precision,
     RankBytes,
@@ -307,7 +307,7 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
         point_to_point=m * hop,
         gather=gather,
         reduce_scatter=scatter,
-        all_reduce=np.hypot(sums, behind) - behind,
+        all_reduce=beyond(sums, behind),
         update=update_seconds(held, o, rates, reached),
         offload=m * _offload_seconds(chain, group, rates, reached, mean, width),
         overhead=reached.step_s + m * (reached.microbatch_s + len(chain.layers) / p * reached.layer_s),
@@ -345,7 +345,7 @@ def _exchange_seconds(
     """Seconds in which ranks that share layers exchange for a microbatch: (candidates, pipeline ranks)."""
     ranks = np.asarray(group.options.tensor, dtype=float)
     rate = ring_rate(
-        rates, ranks=ranks, stride=1.0, link_share=reached.link, network_share=reached.reduce_network
+        rates, reached, ranks=ranks, stride=1.0, link_share=reached.link, network_share=reached.reduce_network
     )
     once = np.where(ranks <= rates.per_node, rates.link_latency_s, rates.network_latency_s)
     latency = 2 * once * np.log2(np.maximum(ranks, 1.0))

@@ -17,6 +17,9 @@ from shardwright.cluster import Inventory
 Numbers = Any
 """A float, or an array of them."""
 
+FLOAT8 = "float8"
+"""The dtype of runs whose products with the weights of blocks are in 8 bits, and all else in 16."""
+
 
 class Recompute(IntEnum):
     """The part of a forward that the backward recomputes."""
@@ -118,6 +121,8 @@ class Options(Columns):
         flash: 1 for fused attention that keeps no scores.
         whole_layers: 1 where every stage has as many blocks as any other, however long the head takes.
         width: bytes of an activation, a weight that is moved, a gradient that is sent: 2 in 16 bits, else 4.
+        float8: 1 where products with the weights of blocks, and what they keep of inputs, are in 8 bits.
+        fused: 1 where what is between products is fused, and keeps what its backward needs alone.
     """
 
     tensor: Numbers = 1.0
@@ -140,6 +145,8 @@ class Options(Columns):
     whole_layers: Numbers = 0
     placement: Numbers = int(Placement.PDT)
     width: Numbers = 2.0
+    float8: Numbers = 0
+    fused: Numbers = 0
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -186,11 +193,12 @@ class Rates(Columns):
     """Machines, by their peak rates; of several kinds of nodes, the slowest.
 
     Attributes:
-        flops_per_s: of dense matrix products in the dtype of the run.
+        flops_per_s: of dense matrix products in the dtype of the run; of one with products in 8 bits, in 16.
         link_Bps: of an accelerator to others of its node, one direction.
         network_Bps: of a node to other nodes, one direction.
         host_Bps: to the host's memory, one direction; 0 where there is none.
         hop_Bps: of a node to the node of the next stage; 0: as to any other.
+        float8_flops_per_s: of products in 8 bits; 0 where there are none.
     """
 
     flops_per_s: Numbers
@@ -202,16 +210,19 @@ class Rates(Columns):
     network_latency_s: Numbers = 2e-5
     host_Bps: Numbers = 25e9
     hop_Bps: Numbers = 0.0
+    float8_flops_per_s: Numbers = 0.0
 
     @classmethod
     def of(cls, machines: Inventory, dtype: str = "bfloat16") -> "Rates":
         """The slowest of some machines, rate by rate."""
         kinds = [kind for kind, _ in machines.nodes]
+        wide = "bfloat16" if dtype == FLOAT8 else dtype
         network = [kind.network_Bps for kind in kinds]
         if len(kinds) > 1 and machines.between_kinds_Bps is not None:
             network.append(machines.between_kinds_Bps)
         return cls(
-            flops_per_s=min(kind.accelerator.flops_per_s[dtype] for kind in kinds),
+            flops_per_s=min(kind.accelerator.flops_per_s[wide] for kind in kinds),
+            float8_flops_per_s=min(kind.accelerator.flops_per_s.get(FLOAT8, 0.0) for kind in kinds),
             memory_Bps=min(kind.accelerator.memory_Bps for kind in kinds),
             link_Bps=min(kind.link_Bps for kind in kinds),
             network_Bps=min(network),

@@ -22,13 +22,40 @@ from shardwright.costs.inputs import Numbers, Rates
 from shardwright.model_graph import Work
 
 
+def beyond(seconds: Numbers, hidden: Numbers) -> Numbers:
+    """Seconds of communication that computing of so many seconds does not hide.
+
+    ``sqrt(c**2 + o**2) - o`` for c seconds of communication behind o of computing: nearly nothing of a little
+    is exposed, and nearly all of very much.
+    """
+    return np.hypot(seconds, hidden) - hidden
+
+
+def network_rate(rates: Rates, reached: Efficiencies, *, ranks: Numbers, stride: Numbers) -> Numbers:
+    """Bytes a second of a node for a group over several: the more nodes, the more of them are in its way."""
+    nodes = np.maximum(1.0, ranks * stride / rates.per_node)
+    return rates.network_Bps * nodes**-reached.contention
+
+
+def inside_of_node(rates: Rates, *, ranks: Numbers, stride: Numbers) -> Numbers:
+    """How many ranks of a group share a node."""
+    return np.minimum(ranks, np.maximum(1.0, np.floor(rates.per_node / stride)))
+
+
 def ring_rate(
-    rates: Rates, *, ranks: Numbers, stride: Numbers, link_share: Numbers, network_share: Numbers
+    rates: Rates,
+    reached: Efficiencies,
+    *,
+    ranks: Numbers,
+    stride: Numbers,
+    link_share: Numbers,
+    network_share: Numbers,
 ) -> Numbers:
     """Bytes a second of each rank of a ring, while all groups of its kind do the same."""
-    inside = np.minimum(ranks, np.maximum(1.0, np.floor(rates.per_node / stride)))
+    inside = inside_of_node(rates, ranks=ranks, stride=stride)
     link = rates.link_Bps * link_share
-    network = rates.network_Bps * network_share * inside / rates.per_node
+    of_node = network_rate(rates, reached, ranks=ranks, stride=stride)
+    network = of_node * network_share * inside / rates.per_node
     return np.where(ranks * stride <= rates.per_node, link, np.minimum(link, network))
 
 
@@ -44,6 +71,7 @@ def ring_seconds(
 
 def gather_seconds(
     rates: Rates,
+    reached: Efficiencies,
     num_bytes: Numbers,
     *,
     ranks: Numbers,
@@ -52,8 +80,9 @@ def gather_seconds(
     network_share: Numbers,
 ) -> Numbers:
     """An all-gather or reduce-scatter in which each byte enters a node once."""
-    inside = np.minimum(ranks, np.maximum(1.0, np.floor(rates.per_node / stride)))
-    network = rates.network_Bps * network_share * inside / rates.per_node
+    inside = inside_of_node(rates, ranks=ranks, stride=stride)
+    of_node = network_rate(rates, reached, ranks=ranks, stride=stride)
+    network = of_node * network_share * inside / rates.per_node
     across = np.where(ranks > inside, num_bytes * (ranks - inside) / ranks / network, 0.0)
     within = num_bytes * (inside - 1) / inside / (rates.link_Bps * link_share)
     steps = rates.network_latency_s * np.log2(np.maximum(ranks / inside, 1.0))

@@ -16,7 +16,7 @@ from shardwright.costs.inputs import (
     ScheduleKind,
     Sharded,
 )
-from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
+from shardwright.costs.links import beyond, gather_seconds, hop_seconds, ring_rate, ring_seconds
 from shardwright.costs.shape import Shape
 
 UPDATE_BYTES, UPDATE_BYTES_32 = 36, 28
@@ -65,7 +65,11 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     mean = blocks * block.total + head / p
     hop = _hop_seconds(shape, options, rates, reached)
     parameters = _rank_parameters(shape, options)
-    gather, scatter = shard_seconds(parameters, options, rates, reached, blocks * block.free + head / p)
+    computing = blocks * block.free + head / p
+    gather, scatter = shard_seconds(parameters, options, rates, reached, computing)
+    # Sums over replicas begin in the last backward; messages travel while other microbatches compute.
+    sums = all_reduce_seconds(parameters, options, rates, reached)
+    exposed_hop = beyond(hop, reached.overlap * np.where(options.microbatches > 1, computing, 0.0))
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
         recompute=m * blocks * block.recompute,
@@ -74,10 +78,10 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         context=m * blocks * block.context,
         expert=m * blocks * block.expert,
         bubble=bubble_seconds(options, mean=mean, weight=blocks * block.weight, hop=hop),
-        point_to_point=m * hop,
+        point_to_point=m * exposed_hop,
         gather=gather,
         reduce_scatter=scatter,
-        all_reduce=all_reduce_seconds(parameters, options, rates, reached),
+        all_reduce=beyond(sums, reached.overlap * blocks * block.backward),
         update=update_seconds(_updated_parameters(shape, options), options, rates, reached),
         offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
@@ -153,11 +157,7 @@ def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
 def shard_seconds(
     parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies, computing: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """Seconds of gathers and reduce-scatters of shards beyond the computing that hides them.
-
-    ``sqrt(c**2 + o**2) - o`` for c seconds of communication behind o of computing: nearly nothing of a little
-    is exposed, and nearly all of very much.
-    """
+    """Seconds of gathers and reduce-scatters of shards beyond the computing that hides them."""
     ranks, stride, m = options.shard, options.replica_stride, options.microbatches
     num_bytes = options.width * parameters
     flat = ring_seconds(
@@ -167,6 +167,7 @@ def shard_seconds(
         stride=stride,
         rate=ring_rate(
             rates,
+            reached,
             ranks=ranks,
             stride=stride,
             link_share=reached.gather_link,
@@ -175,6 +176,7 @@ def shard_seconds(
     )
     by_nodes = gather_seconds(
         rates,
+        reached,
         num_bytes,
         ranks=ranks,
         stride=stride,
@@ -187,20 +189,22 @@ def shard_seconds(
     gathers = np.where(options.sharded == Sharded.PARAMETERS, 2.0, 0.0)
     scatters = np.where(options.sharded >= Sharded.GRADIENTS, 1.0, 0.0)
     together = (gathers + scatters) * once
-    exposed = np.hypot(together, hidden) - hidden
+    exposed = beyond(together, hidden)
     share = gathers / np.maximum(gathers + scatters, 1.0)
     return m * exposed * share, m * exposed * (1 - share)
 
 
 def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Sums over replicas once a step: of what a rank keeps, or a reduce-scatter and a gather of it."""
-    stride = options.replica_stride
+    # Ranks that share a sequence have parts of the same gradients, too.
+    stride = options.replica_stride / options.context
     divided = options.sharded >= Sharded.GRADIENTS
     shard = np.where(divided, options.shard, 1.0)
-    replicas = options.data / shard
+    replicas = options.data * options.context / shard
     num_bytes = 2 * options.width * parameters / shard
     rate = ring_rate(
         rates,
+        reached,
         ranks=replicas,
         stride=stride * shard,
         link_share=reached.link,

@@ -15,8 +15,12 @@ NEOX = ("gpt-neox-20b", "p4d.24xlarge*4")
 def test_search(capsys):
     code, out, _ = call(capsys, "search", *NEOX, "--batch", "512")
     assert code == 0
-    assert out.startswith(
-        "gpt-neox-20b, 20.6 billion parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples"
+    verdict, rate, asked, *_ = out.splitlines()
+    assert verdict.startswith("tensor 2, pipeline 4")
+    assert " s a step, " in rate
+    assert asked == (
+        "gpt-neox-20b, 20.6 billion parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples of 2048 tokens, "
+        "the model's usual length, a step"
     )
     assert "tokens/s" in out
     assert "dollars a million tokens" in out
@@ -31,12 +35,42 @@ def test_ways_are_as_wide_as_the_terminal(capsys, monkeypatch, width):
     lines = out.splitlines()
     (begin,) = (number for number, line in enumerate(lines) if " MFU" in line and " DP " in line)
     table = lines[begin : lines.index("", begin)]
-    assert len(table) == 1 + 6
+    assert len(table) == 1 + 7
     assert max(map(len, table)) <= width
     assert ("TFLOP/s/GPU" in table[0]) == (width == 160)
-    # First what this version runs, and then the others.
-    assert [row.startswith("*") for row in table] == [False] * 4 + [True] * 3
+    # What this version runs, and then the best of all.
+    assert [row.startswith("*") for row in table] == [False] * 7 + [True]
+    assert "*: the best of all ways, " in out
+    assert "; this version does not run " in out
+
+
+def test_all_ways_are_shown_on_request(capsys):
+    code, out, _ = call(capsys, "search", "llama3-70b", "p5.48xlarge x 16", "-b", "1024", "--all-ways")
+    assert code == 0
     assert "*: this version does not run " in out
+
+
+def test_degrees_are_such_as_one_would_operate(capsys):
+    """The fastest way on 54 nodes has 27 stages and one replica."""
+    words = ("search", "gpt3-175b", "dgx-h100*54", "-b", "1728", "--json")
+    operable, all_ways = (
+        json.loads(call(capsys, *words, *more)[1])["best"]["options"] for more in ([], ["--all-ways"])
+    )
+    degrees = ("tensor", "pipeline", "context", "expert")
+    assert all((operable[name] & (operable[name] - 1)) == 0 for name in degrees)
+    assert operable["data"] > 1
+    assert any(all_ways[name] != operable[name] for name in degrees)
+
+
+def test_products_in_8_bits(capsys):
+    words = ("search", "llama3-8b", "dgx-h100", "-b", "128", "--runtime", "megatron", "--json")
+    seconds = [
+        json.loads(call(capsys, *words, "--dtype", dtype)[1])["best"]["step_s"] for dtype in ("bf16", "fp8")
+    ]
+    assert 0.5 < seconds[1] / seconds[0] < 0.8
+    code, _, err = call(capsys, "search", "llama3-8b", "dgx-a100-80gb", "-b", "128", "--dtype", "fp8")
+    assert code == 2
+    assert "A100-80GB has no rate for 'float8'" in err
 
 
 def test_a_configuration_file_as_model(capsys, tmp_path):
@@ -46,7 +80,7 @@ def test_a_configuration_file_as_model(capsys, tmp_path):
     path.write_text(json.dumps(fields | {"n_positions": 1024}))
     code, out, _ = call(capsys, "search", str(path), "rtx4090x4", "-b", "64")
     assert code == 0
-    assert out.startswith("tiny, 124.4 million parameters, on rtx4090x4 x 1 (4 ranks)")
+    assert "\ntiny, 124.4 million parameters, on rtx4090x4 x 1 (4 ranks)" in out
 
 
 def test_nothing_fits(capsys):
@@ -61,6 +95,9 @@ def test_nothing_fits(capsys):
         (("gpt-neox-20", "p4d.24xlarge"), "did you mean gpt-neox-20b"),
         (("gpt-neox-20b", "p4.24xlarge"), "did you mean p4d.24xlarge"),
         (("gpt-neox-20b", "p4d.24xlarge*0"), "is not a number of nodes"),
+        (("gpt-neox-20b", "p4d.24xlarge*4@fast"), "'fast' is no rate of a network; such are 10Gbit and 50GB"),
+        (("gpt-neox-20b", "p4d.24xlarge*4@0Gbit"), "'0Gbit' is no rate of a network"),
+        (("gpt-neox-20b", "p4d.24xlarge*4", "--dtype", "int3"), "has no rate for 'int3'"),
         ((*NEOX, "--pin", "tensor=3"), "no way to train has tensor=3"),
         ((*NEOX, "--objective", "fun"), "must be one of speed, memory, batch"),
         ((*NEOX, "--optimizer", "lion"), "must be one of adamw, adamw-bf16, adamw-8bit, sgd, or a number"),

@@ -7,7 +7,16 @@ import pytest
 
 from shardwright.catalogue import ARCHITECTURES, find_architecture
 from shardwright.cluster import parse_inventory
-from shardwright.costs import Options, Rates, Shape, Sharded, calibration_of, rank_bytes, step_seconds
+from shardwright.costs import (
+    Options,
+    Precision,
+    Rates,
+    Shape,
+    Sharded,
+    calibration_of,
+    rank_bytes,
+    step_seconds,
+)
 from shardwright.costs.block import block_seconds
 
 REACHED = calibration_of("H100", "megatron").efficiencies
@@ -52,6 +61,7 @@ def test_latent_attention_computes_what_its_products_say():
         kernel_s=0.0,
         elementwise=0.0,
         flash_forward=1.0,
+        attention_factor=1.0,
     )
     rates = replace(RATES, memory_Bps=1e30)
     model = replace(find_architecture("deepseek-v3"), layers=1, dense_layers=1)
@@ -88,3 +98,65 @@ def test_stages_behind_the_first_have_no_block_without_experts():
     assert rank_bytes(shape, options).parameters / 2 == pytest.approx(
         31 * sparse + shape.embedding_parameters
     )
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b-a22b"])
+def test_an_exchange_of_experts_takes_as_long_whatever_the_tensor_degree(name):
+    """A tensor parallel rank sends its own tokens, and the network of a node is one."""
+    shape, seconds = Shape.of(find_architecture(name)), []
+    for tensor in (1, 2, 4, 8):
+        # As many tokens a step: the fewer replicas, the more microbatches.
+        options = Options(
+            tensor=tensor, expert=64 // tensor, data=128 // tensor, microbatches=tensor, sequence_parallel=1
+        )
+        seconds.append(tensor * float(block_seconds(shape, options, RATES, REACHED).expert))
+    assert max(seconds) < 1.3 * min(seconds)
+
+
+def test_a_token_goes_once_to_a_node():
+    """Two nodes: half of the tokens of eight experts each lie on the other, and nearly all go there once."""
+    shape, reached = (
+        Shape.of(find_architecture("qwen3-235b-a22b")),
+        replace(REACHED, exchange=1.0, link=1e9, contention=0.0),
+    )
+    options = Options(expert=16, sequence_parallel=1)
+    found = float(block_seconds(shape, options, RATES, reached).expert)
+    sent = 4096 * 4096 * 2 * (1 - 0.5**8)
+    latency = 4 * 2e-5 * np.log2(16)
+    assert found == pytest.approx(4 * sent / (400e9 / 8) + latency, rel=1e-3)
+
+
+def test_products_in_8_bits_are_those_of_blocks_weights():
+    shape = Shape.of(find_architecture("llama3-8b"))
+    wide, narrow = (block_seconds(shape, Options(float8=float8), RATES, REACHED) for float8 in (0, 1))
+    assert 0.5 * wide.weight < narrow.weight < 0.75 * wide.weight
+    # Attention and what is between products stay as they are.
+    assert narrow.forward - narrow.weight == pytest.approx(wide.forward - wide.weight)
+
+
+def test_published_layouts_fit():
+    """Runs that are known to fit in 80 GB, with gradients in 16 bits: Megatron Bridge's recipes in 8 bits."""
+    for name, tensor, pipeline, virtual, context, expert, gpus, batch in (
+        ("llama3-70b", 4, 8, 5, 1, 1, 64, 128),
+        ("llama3-405b", 8, 8, 8, 2, 1, 1024, 512),
+        ("deepseek-v3", 2, 8, 4, 1, 32, 1024, 8192),
+        ("qwen3-235b-a22b", 2, 8, 4, 1, 16, 256, 2048),
+    ):
+        data = gpus // (tensor * pipeline * context)
+        options = Options(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual=virtual,
+            context=context,
+            expert=expert,
+            data=data,
+            shard=data * context,
+            sharded=1,
+            microbatches=batch / data,
+            schedule=2,
+            sequence_parallel=1,
+            float8=1,
+            fused=1,
+        )
+        found = rank_bytes(Shape.of(find_architecture(name)), options, precision=Precision(2, 2, 12))
+        assert float(found.total) < 73.5 * 2**30, name

@@ -17,7 +17,7 @@ from shardwright.cli.asking.model import (
     model_of,
     write_plan,
 )
-from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
+from shardwright.errors import UsageError
 from shardwright.quantities import format_bytes, format_parameters, format_seconds
 from shardwright.text import align
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _OBJECTIVES = ("speed", "memory", "batch")
 _DAY_S, _MOST_DAYS = 86400.0, 1e6
+_FELT = 0.99  # a way that is better by less is not worth a word
 _LEGEND = "m: microbatches of a step; mbs: samples of each; apart: how much slower than the first"
 
 
@@ -43,7 +44,10 @@ def search(
     machines: Machines,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples of a step, over all replicas.")],
     sequence: Annotated[int | None, typer.Option("--sequence", "-s", help="Tokens of a sample.")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "bfloat16",
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", help=f"{DTYPE_HELP[:-1]}; float8 (fp8): bfloat16 with products in 8 bits."),
+    ] = "bfloat16",
     optimizer: Annotated[
         str,
         typer.Option(
@@ -75,8 +79,12 @@ def search(
         str, typer.Option("--runtime", help="Whose efficiencies count: shardwright, megatron, fsdp, smp, ...")
     ] = "shardwright",
     only_what_runs: Annotated[
-        bool, typer.Option("--only-what-runs", help="Leave out what this version's runtime does not have.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--only-what-runs/--all-ways",
+            help="Leave out, or not, what this version does not run and degrees that nobody would operate.",
+        ),
+    ] = True,
     output: Output = None,
     build_on: BuildOn = "meta",
     as_json: AsJson = False,
@@ -87,7 +95,7 @@ def search(
 
     shardwright search gpt-neox-20b "p4d.24xlarge*4" --batch 512
 
-    shardwright search model.py:build "p4d.24xlarge*4" --batch 512 --only-what-runs -o plan.json
+    shardwright search model.py:build "p4d.24xlarge*4" --batch 512 -o plan.json
     """
     with_plan = [
         name for name, value in (("--objective", objective != "speed"), ("--output", output)) if value
@@ -119,6 +127,7 @@ def search(
         optimizer=optimizer,
         runtime=runtime,
         only_what_runs=only_what_runs,
+        operable=only_what_runs,
         pins=parse_pins(pin or ()),
     )
     if why_not:
@@ -157,7 +166,7 @@ def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: An
         ways = [way.to_dict() for way in answer.alternatives]
         print_json(
             {"best": answer.best.to_dict(), "alternatives": ways, "ways": answer.num_ways}
-            | {"fitting": answer.num_fitting, "ideal": None if ideal is None else ideal.to_dict()}
+            | {"priced": answer.num_priced, "ideal": None if ideal is None else ideal.to_dict()}
         )
     else:
         show_text(_text(answer, ideal))
@@ -169,25 +178,27 @@ def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: An
 
 
 def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
-    """The answer with what this version runs, and the best way of all where that is another.
-
-    Where nothing fits that runs, the best of all is the answer.
-    """
+    """The answer with what one would operate today, and the best way of all where that is better."""
     from shardwright.planner.ways import largest_batch
     from shardwright.planner.ways import search as search_all
+    from shardwright.planner.ways.search import widened
 
     def found(task: "Task") -> "Answer":
         if objective == "batch":
             return largest_batch(task)
         return search_all(task, objective=objective)  # type: ignore[arg-type]
 
-    of_all = found(task)
-    if not of_all.best.not_run_yet:
-        return of_all, None
-    try:
-        return found(replace(task, only_what_runs=True)), of_all.best
-    except (InfeasiblePlanError, ConfigError):
-        return of_all, None
+    answer = widened(task, found)
+    if not answer.task.only_what_runs:
+        return answer, None
+    ideal = found(replace(task, only_what_runs=False, operable=False)).best
+    best = answer.best
+    gains = {
+        "speed": ideal.step_s / best.step_s,
+        "memory": ideal.peak_bytes / best.peak_bytes,
+        "batch": best.options.global_batch / ideal.options.global_batch,
+    }
+    return answer, ideal if gains[objective] < _FELT else None
 
 
 def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
@@ -224,7 +235,8 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
 
     task, best = answer.task, answer.best
     size = f"{format_parameters(task.model.num_parameters)} parameters"
-    of = f" of {task.tokens_of_sample} tokens" if task.unit == "tokens" else ""
+    usual = ", the model's usual length," if task.sequence is None else ""
+    of = f" of {task.tokens_of_sample} tokens{usual}" if task.unit == "tokens" else ""
     head = (
         f"{task.model.name}, {size}, on {task.machines.name} ({task.machines.num_ranks} ranks), "
         f"{task.batch} samples{of} a step"
@@ -236,8 +248,7 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
     others = [] if ideal is None else [ideal]
     settings = ", ".join(f"{key}: {value}" for key, value in best.settings.items())
     parts = [
-        head,
-        f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}",
+        f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}\n{head}",
         align(steps),
         "\n".join(reasons(answer)),
         _ways_table(task, [best, *answer.alternatives, *others]),

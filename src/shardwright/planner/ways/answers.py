@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from shardwright.errors import ConfigError, InfeasiblePlanError, PlanError, UsageError
 from shardwright.plan import Plan
 from shardwright.planner.degrees import Planned, plan_survivors
-from shardwright.planner.ways.search import NEAR_TIE, Answer, closest_way, drawbacks, search
-from shardwright.planner.ways.space import all_ways, pin_text
+from shardwright.planner.ways.search import NEAR_TIE, Answer, drawbacks, least_memory, search, widened
+from shardwright.planner.ways.space import pin_text
 from shardwright.planner.ways.task import Task
-from shardwright.planner.ways.way import PARTS, Way, describe, fits, memory_of, prices_of
+from shardwright.planner.ways.way import PARTS, Way, describe, prices_of
 from shardwright.quantities import counted, format_bytes, format_seconds
 
 _RATES = {
@@ -47,7 +45,7 @@ def reasons(answer: Answer) -> list[str]:
     task, best = answer.task, answer.best
     low, high = best.interval_s
     found = [
-        f"Chosen of {answer.num_ways} ways, of which {answer.num_fitting} fit: {describe(best)} "
+        f"Chosen of {answer.num_ways} ways, of which {answer.num_priced} had to be priced: {describe(best)} "
         f"(80% interval {format_seconds(low)} to {format_seconds(high)})."
     ]
     if answer.alternatives:
@@ -72,10 +70,12 @@ def ideal_text(best: Way, ideal: Way) -> str:
     """The best of all ways beside the best that this version runs."""
     faster, smaller = 1 - ideal.step_s / best.step_s, best.peak_bytes - ideal.peak_bytes
     gain = f"{faster:.1%} faster" if faster > 0 else f"{format_bytes(smaller)} smaller"
-    return (
-        f"*: the best of all ways, {gain}; this version does not run {_listed(ideal.not_run_yet)} yet.\n"
-        f"{describe(ideal)}"
+    why = (
+        f"this version does not run {_listed(ideal.not_run_yet)} yet"
+        if ideal.not_run_yet
+        else "its degrees are such as one would not operate"
     )
+    return f"*: the best of all ways, {gain}; {why}.\n{describe(ideal)}"
 
 
 def not_run_text(ways: Sequence[Way]) -> str:
@@ -108,15 +108,17 @@ class _Comparison:
 
 def why_not(task: Task, pins: dict[str, int]) -> _Comparison:
     """Compares the best way with the best one that has these options, too."""
-    answer = search(task)
+    answer = widened(task, search)
     pinned = replace(task, pins={**task.pins, **pins})
-    ways = all_ways(pinned)
     first = f"The best way: {describe(answer.best)}."
-    if fits(task, ways).any():
-        other = search(pinned).best
+    try:
+        other = widened(pinned, search).best
+    except InfeasiblePlanError:
+        other = None
+    if other is not None:
         second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
         return _Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
-    closest = closest_way(pinned, ways, np.asarray(memory_of(task, ways)[0].total))
+    closest = widened(pinned, least_memory)
     over = closest.peak_bytes - closest.limit_bytes
     if over <= 0:
         second = (
@@ -226,7 +228,7 @@ def _offer(task: Task, number: int, tokens: float) -> _Offer:
     """Training on so many nodes."""
     kind, _ = task.machines.nodes[0]
     machines = replace(task.machines, name=f"{kind.name} x {number}", nodes=((kind, number),))
-    way = search(replace(task, machines=machines)).best
+    way = widened(replace(task, machines=machines), search).best
     seconds = tokens / way.tokens_per_s
     price = machines.price_per_hour
     return _Offer(
@@ -329,8 +331,8 @@ def _reason(answer: Answer, chosen: Planned[Way], planned: Sequence[Planned[Way]
             f"{' and '.join(best.not_run_yet)}, which this version does not run yet. "
         )
     text = missing + (
-        f"Searched: of {answer.num_ways} ways, {answer.num_fitting} of which fit, closed forms left "
-        f"{len(planned)} to simulate; they say {format_seconds(chosen.expected_s)} a step of this one, its "
-        "update included"
+        f"Searched: of {answer.num_ways} ways, {answer.num_priced} of which had to be priced, closed forms "
+        f"left {len(planned)} to simulate; they say {format_seconds(chosen.expected_s)} a step of this one, "
+        "its update included"
     )
     return f"{text}. {'; '.join(others)}." if others else f"{text}."

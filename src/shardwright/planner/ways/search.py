@@ -4,22 +4,24 @@
 microbatch per replica, and in a pipeline as many as it has ranks.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.catalogue import LayerChain
 from shardwright.cluster import memory_for
-from shardwright.costs import Options, Recompute, Sharded
+from shardwright.costs import Offload, Options, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError, InfeasiblePlanError
-from shardwright.planner.ways.space import NAMES, all_ways
+from shardwright.planner.ways.space import NAMES, all_ways, completed, meshes, num_ways, scheduled
 from shardwright.planner.ways.task import MOST_BATCH, Task
 from shardwright.planner.ways.way import Way, fits, memory_of, prices_of, way_of, with_least_recomputation
 from shardwright.quantities import format_bytes
 
 _Objective = Literal["speed", "memory"]
+_Found = TypeVar("_Found")
 
 NEAR_TIE = 1.05
 """Two ways on the same machines whose times differ by less may change places in practice."""
@@ -36,44 +38,169 @@ class Answer:
 
     Attributes:
         alternatives: the best of those that differ from it and from one another in their degrees.
-        num_fitting: of them, those that fit in memory.
+        num_priced: of the ways, those that had to be: of the others a bound was enough.
     """
 
     task: Task
     best: Way
     alternatives: tuple[Way, ...]
     num_ways: int
-    num_fitting: int
+    num_priced: int
 
 
 def search(task: Task, *, objective: _Objective = "speed") -> Answer:
     """Finds the fastest way, or the one that takes least memory."""
-    ways = all_ways(task)
-    fitting = np.flatnonzero(fits(task, ways))
-    if not len(fitting):
-        raise InfeasiblePlanError(_nothing_fits(task, ways, np.asarray(memory_of(task, ways)[0].total)))
-    return _best_of(task, ways.take(fitting), objective=objective, num_ways=len(ways.pipeline))
+    some = meshes(task)
+    found = _Best(task, objective)
+    for ways in _in_order(task, some, objective, found.bound):
+        found.add(ways)
+    return found.answer(num_ways(task, some))
 
 
-def _best_of(task: Task, some: Options, *, objective: _Objective, num_ways: int) -> Answer:
-    """The best of ways that fit, and those that are next."""
-    number = len(np.atleast_1d(some.pipeline))
-    if objective == "speed":
-        some = _with_roomy_ones(task, some)
-    prices = prices_of(task, some)
-    seconds = np.broadcast_to(prices.seconds.total, np.shape(some.pipeline))
-    needed, limit = prices.num_bytes, prices.limit
-    score = seconds if objective == "speed" else np.asarray(needed.total)
-    order = _order(score, simplicity(some) + _RISK * (needed.total > _FULL_MEMORY * limit), seconds)
-    chosen = _apart(some, order)
-    found = [way_of(task, _one(some, number)) for number in chosen]
-    return Answer(
-        task=task,
-        best=found[0],
-        alternatives=tuple(found[1:]),
-        num_ways=num_ways,
-        num_fitting=number,
-    )
+def widened(task: Task, find: Callable[[Task], _Found]) -> _Found:
+    """The first answer of a task that leaves ways out, or of the same with fewer left out, or with none."""
+    tasks = [task]
+    if task.operable:
+        tasks.append(replace(task, operable=False))
+    if task.only_what_runs:
+        tasks.append(replace(task, operable=False, only_what_runs=False))
+    for each in tasks[:-1]:
+        try:
+            return find(each)
+        except (InfeasiblePlanError, ConfigError):
+            continue
+    return find(tasks[-1])
+
+
+def least_memory(task: Task) -> Way:
+    """The way that takes least memory, whether it fits or not."""
+    found = _Best(task, "memory", whether_it_fits=False)
+    for ways in _in_order(task, meshes(task), "memory", found.bound):
+        found.add(ways)
+    return found.answer(0).best
+
+
+_MESHES_AT_ONCE, _WAYS_AT_ONCE = 2**9, 2**15
+
+
+def _in_order(
+    task: Task, some: Options, objective: _Objective, bound: Callable[[], float]
+) -> Iterator[Options]:
+    """All ways that may be better than a bound, which falls, some at a time; the most promising first.
+
+    What a mesh takes at least is known before the rest is chosen, and more of it once its schedule is.
+    """
+    if isinstance(task.model, LayerChain):
+        yield completed(task, scheduled(task, some))
+        return
+    floor = _least_seconds if objective == "speed" else _least_bytes
+    for part in _ascending(task, some, floor, _MESHES_AT_ONCE, bound):
+        ordered = scheduled(task, part)
+        states = max(1, num_ways(task, part) // len(ordered.pipeline))
+        for each in _ascending(task, ordered, floor, max(1, _WAYS_AT_ONCE // states), bound):
+            yield completed(task, each)
+
+
+def _ascending(
+    task: Task,
+    some: Options,
+    floor: Callable[[Task, Options], NDArray[np.float64]],
+    size: int,
+    bound: Callable[[], float],
+) -> Iterator[Options]:
+    least = floor(task, some)
+    order = np.argsort(least, kind="stable")
+    for start in range(0, len(order), size):
+        part = order[start : start + size]
+        part = part[least[part] <= bound()]
+        if not len(part):
+            return
+        yield some.take(part)
+
+
+def _least_seconds(task: Task, some: Options) -> NDArray[np.float64]:
+    """Seconds that these take at least, whatever is divided, computed again and offloaded."""
+    parts = prices_of(task, replace(some, shard=1.0, sharded=0, recompute=0, offload=0)).seconds
+    rest = parts.all_reduce + parts.update
+    if np.ndim(some.schedule) == 0:  # not chosen yet
+        rest = rest + parts.bubble + parts.point_to_point + parts.imbalance
+    return np.asarray(parts.total - rest)
+
+
+def _least_bytes(task: Task, some: Options) -> NDArray[np.float64]:
+    """Bytes that these take at least."""
+    most = some.data * some.context
+    if np.ndim(some.schedule) == 0:
+        some = replace(some, schedule=float(ScheduleKind.ONE_F_ONE_B), virtual=1.0)
+    corners = [
+        replace(some, shard=most, sharded=float(kind), recompute=float(again), offload=float(offload))
+        for kind in Sharded
+        for again in (Recompute.NONE, Recompute.FULL)
+        for offload in Offload
+    ]
+    found: NDArray[np.float64] = np.min([memory_of(task, each)[0].total for each in corners], axis=0)
+    return found
+
+
+class _Best:
+    """The best of the ways so far: those near the first, and the best with each choice of degrees."""
+
+    def __init__(self, task: Task, objective: _Objective, *, whether_it_fits: bool = True):
+        self._task = task
+        self._objective = objective
+        self._whether_it_fits = whether_it_fits
+        self._ways: Options | None = None
+        self._score = self._seconds = self._parts = np.zeros(0)
+        self._num_priced = 0
+
+    def bound(self) -> float:
+        """What is above this is neither near the best nor among the alternatives."""
+        if self._ways is None:
+            return np.inf
+        of_degrees = np.sort(self._score[_first_of_degrees(self._ways, self._score)])
+        last = float(of_degrees[_NUM_ALTERNATIVES]) if len(of_degrees) > _NUM_ALTERNATIVES else np.inf
+        return max(float(self._score.min()) * NEAR_TIE, last)
+
+    def add(self, ways: Options) -> None:
+        task = self._task
+        self._num_priced += len(ways.pipeline)
+        some = ways
+        if self._whether_it_fits:
+            some = ways.take(np.flatnonzero(fits(task, ways)))
+        if not len(some.pipeline):
+            return
+        if self._objective == "speed":
+            some = _with_roomy_ones(task, some)
+        prices = prices_of(task, some)
+        seconds = np.array(np.broadcast_to(prices.seconds.total, np.shape(some.pipeline)))
+        needed = np.array(np.broadcast_to(prices.num_bytes.total, np.shape(some.pipeline)))
+        parts = simplicity(some) + _RISK * (needed > _FULL_MEMORY * prices.limit)
+        score = seconds if self._objective == "speed" else needed
+        some = replace(some, kept_layers=np.array(np.broadcast_to(some.kept_layers, np.shape(some.pipeline))))
+        if self._ways is not None:
+            some = Options.together([self._ways, some])
+            score, seconds, parts = (
+                np.concatenate(pair)
+                for pair in ((self._score, score), (self._seconds, seconds), (self._parts, parts))
+            )
+        kept = score <= score.min() * NEAR_TIE
+        kept[_first_of_degrees(some, score)] = True
+        chosen = np.flatnonzero(kept)
+        self._ways = some.take(chosen)
+        self._score, self._seconds, self._parts = score[chosen], seconds[chosen], parts[chosen]
+
+    def answer(self, number: int) -> Answer:
+        if self._ways is None:
+            raise InfeasiblePlanError(_nothing_fits(self._task, number))
+        order = _order(self._score, self._parts, self._seconds)
+        found = [way_of(self._task, _one(self._ways, place)) for place in _apart(self._ways, order)]
+        return Answer(
+            task=self._task,
+            best=found[0],
+            alternatives=tuple(found[1:]),
+            num_ways=number,
+            num_priced=self._num_priced,
+        )
 
 
 def _with_roomy_ones(task: Task, some: Options) -> Options:
@@ -128,9 +255,19 @@ def _order(
     return np.lexsort((seconds, score, np.where(near, parts, 0.0), ~near))
 
 
+_DEGREES = ("tensor", "pipeline", "data", "shard", "context", "expert")
+
+
+def _first_of_degrees(ways: Options, score: NDArray[np.float64]) -> NDArray[np.intp]:
+    """The places of the best with each choice of degrees."""
+    order = np.argsort(score, kind="stable")
+    degrees = np.stack([getattr(ways, name)[order] for name in _DEGREES], axis=1)
+    return np.asarray(order[np.unique(degrees, axis=0, return_index=True)[1]])
+
+
 def _apart(ways: Options, order: NDArray[np.intp]) -> list[int]:
     """The best, and the best of other degrees."""
-    degrees = np.stack([ways.tensor, ways.pipeline, ways.data, ways.shard, ways.context, ways.expert])
+    degrees = np.stack([getattr(ways, name) for name in _DEGREES])
     found: list[int] = []
     seen: set[tuple[float, ...]] = set()
     for number in order.tolist():
@@ -144,24 +281,20 @@ def _apart(ways: Options, order: NDArray[np.intp]) -> list[int]:
 
 
 def _one(ways: Options, number: int) -> Options:
-    return Options(**{name: float(getattr(ways, name)[number]) for name in NAMES})
+    values = {name: getattr(ways, name) for name in NAMES}
+    return Options(**{name: float(v[number]) if np.ndim(v) else float(v) for name, v in values.items()})
 
 
-def closest_way(task: Task, ways: Options, needed: NDArray[np.float64]) -> Way:
-    """The way with the least memory, of ways that need so many bytes."""
-    return way_of(task, _one(ways, int(np.argmin(needed))))
-
-
-def _nothing_fits(task: Task, ways: Options, needed: NDArray[np.float64]) -> str:
-    closest = closest_way(task, ways, needed)
+def _nothing_fits(task: Task, number: int) -> str:
+    closest = least_memory(task)
     if closest.peak_bytes <= closest.limit_bytes:
         raise InfeasiblePlanError(
-            f"nothing of {len(needed)} ways fits: {closest.title} needs {format_bytes(closest.peak_bytes)} a "
+            f"nothing of {number} ways fits: {closest.title} needs {format_bytes(closest.peak_bytes)} a "
             f"rank, but what it offloads is more than the {format_bytes(task.host_bytes)} of the host's "
             "memory that a rank may use. Take hosts with more memory, or offload less."
         )
     lines = [
-        f"nothing of {len(needed)} ways fits in {format_bytes(closest.limit_bytes)} a rank. The closest "
+        f"nothing of {number} ways fits in {format_bytes(closest.limit_bytes)} a rank. The closest "
         f"({closest.title}) needs {format_bytes(closest.peak_bytes)}: {closest.memory_text}.",
         "What would help:",
         *_remedies(task, closest),
@@ -215,10 +348,11 @@ def _unpinned(task: Task) -> list[str]:
 
 def _any_fits(task: Task) -> bool:
     try:
-        ways = all_ways(task)
+        some = meshes(task)
     except ConfigError:
         return False  # for example, a batch that more replicas do not divide
-    return bool(fits(task, ways).any())
+    limit = np.inf if isinstance(task.model, LayerChain) else task.memory_bytes
+    return any(fits(task, ways).any() for ways in _in_order(task, some, "memory", lambda: limit))
 
 
 def _with_nodes(task: Task, factor: int) -> Task:
@@ -251,7 +385,9 @@ def largest_batch(task: Task) -> Answer:
         )
     chosen = np.flatnonzero(batches == largest)
     found = _with(ways, steps * counts).take(chosen)
-    return _best_of(replace(task, batch=largest), found, objective="speed", num_ways=len(batches))
+    best = _Best(replace(task, batch=largest), "speed")
+    best.add(found)
+    return best.answer(len(batches))
 
 
 def ways_at_once(task: Task) -> Options:

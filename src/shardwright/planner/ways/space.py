@@ -9,13 +9,23 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from enum import IntEnum
-from typing import Any
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.catalogue import LayerChain
-from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
+from shardwright.costs import (
+    FLOAT8,
+    FUSED_RUNTIMES,
+    Gathers,
+    Offload,
+    Options,
+    Placement,
+    Recompute,
+    ScheduleKind,
+    Sharded,
+)
 from shardwright.errors import ConfigError
 from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
 
@@ -27,52 +37,108 @@ _MOST_VIRTUAL = 8
 _MOST_CONTEXT = 64
 
 
-_AXES = (
-    ("microbatch", "microbatches"),
-    ("schedule", "virtual"),
-    ("shard", "sharded"),
-    ("expert",),
-    ("recompute",),
-    ("offload",),
-    ("placement",),
-)
-"""What is left to choose of a mesh; those of one entry are chosen together, and the last change fastest."""
+_OF_MESH = ("tensor", "pipeline", "context", "data", "microbatch", "microbatches", "expert")
+
+
+def meshes(task: Task) -> Options:
+    """The degrees and microbatches that the machines, the batch, the model and the pins allow.
+
+    Of the rest, these are the plainest: `scheduled` and `completed` add it.
+    """
+    _check_pins(task)
+    rows = list(_mesh_rows(task))
+    if not rows and task.only_what_runs and next(_mesh_rows(replace(task, only_what_runs=False)), None):
+        raise ConfigError(_experts_do_not_run(task))
+    if not rows:
+        raise ConfigError(_contradiction(task))
+    pins = task.pins
+    columns = dict(zip(_OF_MESH, np.array(rows, dtype=float).T, strict=True))
+    found = Options(
+        **columns,
+        sequence_parallel=pins.get("sequence_parallel", np.minimum(columns["tensor"] - 1, 1)),
+        flash=pins.get("flash", 1),
+        hierarchical=pins.get("hierarchical", int(Gathers.FASTER)),
+        kept_layers=pins.get("kept_layers", 0),
+        whole_layers=pins.get("whole_layers", 0),
+        width=task.width,
+        float8=int(task.dtype == FLOAT8),
+        fused=int(task.runtime in FUSED_RUNTIMES),
+    )
+    if not task.only_what_runs or task.experts == 1:
+        return found
+    runs = runs_experts(found, num_experts=task.experts)
+    if not runs.any():
+        raise ConfigError(_experts_do_not_run(task))
+    return found.take(np.flatnonzero(runs))
+
+
+def scheduled(task: Task, some: Options) -> Options:
+    """Each of some meshes with each schedule and order of ranks."""
+    tables, orders = [], cache(partial(_orders, task))
+    for pipeline, data, number in _whole_numbers(some, "pipeline", "data", "microbatches"):
+        table = orders(pipeline, data)
+        # Interleaving takes its microbatches in rounds of as many as there are ranks.
+        whole = number % pipeline == 0
+        tables.append(table if whole else table[table[:, 0] != ScheduleKind.INTERLEAVED])
+    return _each_with(some, tables, ("schedule", "virtual", "placement"))
+
+
+def completed(task: Task, some: Options) -> Options:
+    """Each of some meshes with each shard group, and what is computed again or offloaded."""
+    states = cache(partial(_states, task))
+    tables = [states(*row) for row in _whole_numbers(some, "data", "context", "expert")]
+    return _each_with(some, tables, ("shard", "sharded", "recompute", "offload"))
 
 
 def all_ways(task: Task) -> Options:
     """Every way that the machines, the batch, the model and the pins allow."""
-    _check_pins(task)
-    meshes = [columns for columns in _meshes(task) if len(columns["expert"])]
-    if not meshes:
-        raise ConfigError(_contradiction(task))
-    columns = {name: np.concatenate([each[name] for each in meshes]) for name in meshes[0]}
-    if task.only_what_runs and task.experts > 1:
-        columns = _with_experts_that_run(task, columns)
-    pins, number = task.pins, len(columns["expert"])
-    same = {
-        "flash": pins.get("flash", 1),
-        "hierarchical": pins.get("hierarchical", int(Gathers.FASTER)),
-        "kept_layers": pins.get("kept_layers", 0),
-        "whole_layers": pins.get("whole_layers", 0),
-        "width": task.width,
-    }
-    # One number in memory, however many rows show it.
-    return Options(**columns, **{n: np.broadcast_to(np.float64(v), (number,)) for n, v in same.items()})
+    return completed(task, scheduled(task, meshes(task)))
 
 
-def _with_experts_that_run(
-    task: Task, columns: Mapping[str, NDArray[np.float64]]
-) -> dict[str, NDArray[np.float64]]:
-    """The ways that have experts shared as the runtime can."""
-    runs = runs_experts(Options(**columns), num_experts=task.experts)
-    if not runs.any():
-        pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
-        raise ConfigError(
-            f"this version runs no way with {pins}: ranks that share experts may share layers or sequences, "
-            "not both, and no shards. expert is a multiple of context, and more than it; expert * tensor is "
-            f"at most {task.experts}, the experts of a layer. Unpin one of them, or search all ways."
-        )
-    return {name: column[runs] for name, column in columns.items()}
+def num_ways(task: Task, some: Options) -> int:
+    """How many ways meshes make."""
+    total, states, orders = 0, cache(partial(_states, task)), cache(partial(_orders, task))
+    for _, pipeline, context, data, _, number, expert in _whole_numbers(some, *_OF_MESH):
+        table = orders(pipeline, data)
+        fitting = len(table) if number % pipeline == 0 else np.sum(table[:, 0] != ScheduleKind.INTERLEAVED)
+        total += int(fitting) * len(states(data, context, expert))
+    return total
+
+
+def _whole_numbers(some: Options, *names: str) -> list[list[int]]:
+    columns = np.stack([getattr(some, name) for name in names], axis=1)
+    found: list[list[int]] = columns.astype(int).tolist()
+    return found
+
+
+def _each_with(some: Options, tables: Sequence[NDArray[np.float64]], names: Sequence[str]) -> Options:
+    """Each way as often as its table has rows, with what these say."""
+    at = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    return replace(some.take(at), **dict(zip(names, np.concatenate(tables).T, strict=True)))
+
+
+def _orders(task: Task, pipeline: int, data: int) -> NDArray[np.float64]:
+    rows = [(*each, p) for each in _schedules(task, pipeline) for p in _placements(task, pipeline, data)]
+    return np.array(rows, dtype=float).reshape(len(rows), 3)
+
+
+def _states(task: Task, data: int, context: int, expert: int) -> NDArray[np.float64]:
+    rows = [
+        (*shards, again, offload)
+        for shards in _shards(task, data, context, expert)
+        for again in _recomputations(task)
+        for offload in _offloads(task)
+    ]
+    return np.array(rows, dtype=float).reshape(len(rows), 4)
+
+
+def _experts_do_not_run(task: Task) -> str:
+    pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
+    return (
+        f"this version runs no way with {pins}: ranks that share experts may share layers or sequences, not "
+        "both, and no shards. expert is a multiple of context, and more than it; expert * tensor is at most "
+        f"{task.experts}, the experts of a layer. Unpin one of them, or search all ways."
+    )
 
 
 def divisors(number: int) -> list[int]:
@@ -85,38 +151,34 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _meshes(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
-    """For each mesh, all that is left to choose, as columns."""
+def _mesh_rows(task: Task) -> Iterator[tuple[int, ...]]:
+    """All `_OF_MESH` that leave something to choose of the rest."""
+    states = cache(partial(_states, task))
     for tensor, pipeline, context in itertools.product(
         _tensor_degrees(task), _pipeline_degrees(task), _context_degrees(task)
     ):
         data, rest = divmod(task.machines.num_ranks, tensor * pipeline * context)
         if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
             continue
+        if task.operable and data == 1 and task.machines.num_nodes > 1 and "data" not in task.pins:
+            continue
         each = task.batch // data
         sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])
-        rows: list[Sequence[Any]] = [
-            [(b, each // b) for b in sizes if _pinned(task, "microbatches", each // b)],
-            _schedules(task, pipeline),
-            _shards(task, data),
-            _chosen(task, "expert", [e for e in divisors(task.experts) if data * context % e == 0]),
-            _recomputations(task),
-            _offloads(task),
-            _placements(task, pipeline, data),
-        ]
-        columns: dict[str, NDArray[np.float64]] = {}
-        places = np.indices([len(row) for row in rows]).reshape(len(rows), -1)
-        for names, row, at in zip(_AXES, rows, places, strict=True):
-            values = np.array(row, dtype=float).reshape(len(row), len(names))
-            columns |= {name: values[at, number] for number, name in enumerate(names)}
-        # Interleaving takes its microbatches in rounds of as many as there are ranks.
-        is_whole = columns["microbatches"] % pipeline == 0
-        chosen = np.flatnonzero((columns["schedule"] != ScheduleKind.INTERLEAVED) | is_whole)
-        of_mesh = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context}
-        of_mesh["sequence_parallel"] = task.pins.get("sequence_parallel", int(tensor > 1))
-        yield {name: column[chosen] for name, column in columns.items()} | {
-            name: np.full(len(chosen), float(value)) for name, value in of_mesh.items()
-        }
+        experts = _degrees(task, "expert", [e for e in divisors(task.experts) if data * context % e == 0])
+        orders = _orders(task, pipeline, data)
+        interleaves_alone = set(orders[:, 0]) <= {ScheduleKind.INTERLEAVED}
+        for size, expert in itertools.product(sizes, experts):
+            number = each // size
+            if not _pinned(task, "microbatches", number) or (interleaves_alone and number % pipeline):
+                continue
+            if len(orders) and len(states(data, context, expert)):
+                yield tensor, pipeline, context, data, size, number, expert
+
+
+def _degrees(task: Task, name: str, values: Iterable[int]) -> list[int]:
+    """Degrees that pins allow; those that one would operate are powers of two."""
+    unusual = not task.operable or name in task.pins
+    return _chosen(task, name, [value for value in values if unusual or value & (value - 1) == 0])
 
 
 def _tensor_degrees(task: Task) -> list[int]:
@@ -125,12 +187,12 @@ def _tensor_degrees(task: Task) -> list[int]:
     pinned = task.pins.get("tensor")
     if pinned is not None and task.heads % pinned == 0:
         return [pinned]  # over nodes, too, where somebody wants it
-    return _chosen(task, "tensor", fitting)
+    return _degrees(task, "tensor", fitting)
 
 
 def _pipeline_degrees(task: Task) -> list[int]:
     layers = task.layers
-    return _chosen(task, "pipeline", [p for p in divisors(task.machines.num_ranks) if p <= layers])
+    return _degrees(task, "pipeline", [p for p in divisors(task.machines.num_ranks) if p <= layers])
 
 
 def _context_degrees(task: Task) -> list[int]:
@@ -144,7 +206,9 @@ def _schedules(task: Task, pipeline: int) -> list[tuple[int, int]]:
     if pipeline == 1:
         kinds = [(ScheduleKind.ONE_F_ONE_B, 1)]
     else:
-        most = task.layers // pipeline
+        # The embedding and the head may be stages of their own: 126 layers are 16 times 8 stages.
+        apart = 0 if isinstance(task.model, LayerChain) else 2
+        most = (task.layers + apart) // pipeline
         kinds = [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.ZB_H1, 1)]
         kinds += [(ScheduleKind.INTERLEAVED, v) for v in range(2, min(most, _MOST_VIRTUAL) + 1)]
         if most >= 2:
@@ -154,15 +218,18 @@ def _schedules(task: Task, pipeline: int) -> list[tuple[int, int]]:
     return [(k, v) for k, v in kinds if _pinned(task, "schedule", k) and _pinned(task, "virtual", v)]
 
 
-def _shards(task: Task, data: int) -> list[tuple[int, int]]:
-    """Shard groups, each with what they divide."""
+def _shards(task: Task, data: int, context: int, expert: int) -> list[tuple[int, int]]:
+    """Shard groups, each with what they divide: ranks that share a sequence have the same parameters, too."""
     ways = [(1, int(Sharded.NOTHING))]
-    ways += [
-        (s, int(kind))
-        for s in divisors(data)[1:]
-        for kind in list(Sharded)[1:]
-        if not task.only_what_runs or runs_shards(kind, shard=s, data=data)
-    ]
+    if not task.only_what_runs:
+        ways += [(s, int(kind)) for s in divisors(data * context)[1:] for kind in list(Sharded)[1:]]
+    elif expert == 1:
+        ways += [
+            (s, int(kind))
+            for s in divisors(data)[1:]
+            for kind in list(Sharded)[1:]
+            if runs_shards(kind, shard=s, data=data)
+        ]
     return [(s, k) for s, k in ways if _pinned(task, "shard", s) and _pinned(task, "sharded", k)]
 
 
@@ -203,8 +270,10 @@ def _check_pins(task: Task) -> None:
                 f"offload is {value}, but {task.machines.name} computes where its memory is, and has no "
                 "other. Unpin it."
             )
-        if name == "width":
-            raise ConfigError(f"width is {value}, but the dtype ({task.dtype}) decides it. Unpin it.")
+        if name in ("width", "float8"):
+            raise ConfigError(f"{name} is {value}, but the dtype ({task.dtype}) decides it. Unpin it.")
+        if name == "fused":
+            raise ConfigError(f"fused is {value}, but the runtime ({task.runtime}) decides it. Unpin it.")
         if value < 0 or (value < 1 and name not in _MAY_BE_ZERO):
             raise ConfigError(f"{name} is {value}, but it must be at least 1.")
         if name == "kept_layers" and (isinstance(task.model, LayerChain) or value > task.layers):
@@ -251,7 +320,7 @@ def _contradiction(task: Task) -> str:
 
 
 def _any_way(task: Task, pins: dict[str, int]) -> bool:
-    return any(len(columns["expert"]) for columns in _meshes(replace(task, pins=pins)))
+    return next(_mesh_rows(replace(task, pins=pins)), None) is not None
 
 
 _CHOICES: Mapping[str, type[IntEnum]] = {

@@ -70,10 +70,13 @@ class Task:
         model: the architecture, or a chain of layers, which is cut between them and in no other way.
         batch: samples of a step, over all replicas.
         sequence: tokens of a sample; None: as the model was trained.
-        dtype: of the model: ``bfloat16``, ``float16``, with updates in float32, or ``float32``.
+        dtype: of the model: ``bfloat16``, ``float16``, with updates in float32, or ``float32``; ``float8`` is
+            bfloat16 with products in 8 bits.
         optimizer: a name of `shardwright.costs.memory.OPTIMIZERS`, or the bytes that it keeps of a parameter
             beside a copy in float32.
         only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
+        operable: leave out degrees that nobody would operate: powers of two, and over several nodes at least
+            two replicas, are left.
         pins: options that are given, by their names in `shardwright.costs.Options`.
     """
 
@@ -85,6 +88,7 @@ class Task:
     optimizer: str = "adamw"
     runtime: str = "shardwright"
     only_what_runs: bool = False
+    operable: bool = False
     pins: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

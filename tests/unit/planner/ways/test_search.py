@@ -55,9 +55,9 @@ def every_way(task):
         kinds = [(ScheduleKind.ONE_F_ONE_B, 1)]
         if p > 1:
             kinds += [(ScheduleKind.ZB_H1, 1), (ScheduleKind.GPIPE, 1)]
-            kinds += [(ScheduleKind.INTERLEAVED, v) for v in range(2, min(8, model.layers // p) + 1)]
-            kinds += [(ScheduleKind.ZB_V, 2)] * (model.layers // p >= 2)
-        shards = [(1, 0)] + [(s, z) for s in some if s > 1 and d % s == 0 for z in (1, 2, 3)]
+            kinds += [(ScheduleKind.INTERLEAVED, v) for v in range(2, min(8, (model.layers + 2) // p) + 1)]
+            kinds += [(ScheduleKind.ZB_V, 2)] * ((model.layers + 2) // p >= 2)
+        shards = [(1, 0)] + [(s, z) for s in some if s > 1 and (d * c) % s == 0 for z in (1, 2, 3)]
         experts = [e for e in range(1, model.experts + 1) if model.experts % e == 0 and (d * c) % e == 0]
         again = [(r, 0) for r in Recompute] + [(Recompute.FULL, k) for k in range(1, model.layers // p)]
         shards = [(s, z, h) for s, z in shards for h in ((0, 1) if z > 1 else (1,))]
