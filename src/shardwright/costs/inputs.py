@@ -116,6 +116,8 @@ class Options(Columns):
     Attributes:
         sharded: what they divide; see `Sharded`.
         expert: ranks with different experts, of all replicas and those that share their sequences.
+        same_experts: 1 where shard groups are of ranks that have the same experts, as here; else they are of
+            neighbours, and divide experts by the fewer.
         kept_layers: blocks of a pipeline rank that full recomputation leaves out.
         sequence_parallel: 1 where tensor parallel ranks divide what is between their products, too.
         flash: 1 for fused attention that keeps no scores.
@@ -133,6 +135,7 @@ class Options(Columns):
     sharded: Numbers = 0
     context: Numbers = 1.0
     expert: Numbers = 1.0
+    same_experts: Numbers = 0
     microbatch: Numbers = 1.0
     microbatches: Numbers = 1.0
     schedule: Numbers = int(ScheduleKind.ONE_F_ONE_B)
@@ -164,7 +167,15 @@ class Options(Columns):
     @property
     def expert_shard(self) -> Numbers:
         """Replicas that divide the states of an expert: those of a shard group that hold the same experts."""
-        return np.maximum(1.0, self.shard / self.expert)
+        return np.where(
+            np.asarray(self.same_experts) > 0, self.shard, np.maximum(1.0, self.shard / self.expert)
+        )
+
+    @property
+    def shard_stride(self) -> Numbers:
+        """Ranks from one of a shard group to the next."""
+        apart = np.asarray(self.same_experts) > 0
+        return self.replica_stride * np.where(apart, self.expert_samples, 1.0)
 
     @property
     def expert_samples(self) -> Numbers:

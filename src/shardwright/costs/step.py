@@ -158,7 +158,7 @@ def shard_seconds(
     parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies, computing: Numbers
 ) -> tuple[Numbers, Numbers]:
     """Seconds of gathers and reduce-scatters of shards beyond the computing that hides them."""
-    ranks, stride, m = options.shard, options.replica_stride, options.microbatches
+    ranks, stride, m = options.shard, options.shard_stride, options.microbatches
     num_bytes = options.width * parameters
     flat = ring_seconds(
         rates,

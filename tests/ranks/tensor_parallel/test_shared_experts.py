@@ -94,6 +94,18 @@ def test_stages_and_replicas_of_shared_experts():
     cases = {
         "stages": case(2, stages, least_divided=0.0),
         "replicas": case(2, {"pipeline_parallel_degree": 1}),
+        "shards": case(
+            2,
+            {
+                "pipeline_parallel_degree": 1,
+                "sharded_data_parallel_degree": 2,
+                "sdp_param_persistence_threshold": 1,
+            },
+            least_divided=0.0,
+        ),
+        "shards of optimizer state": case(
+            2, {"pipeline_parallel_degree": 1, "shard_optimizer_state": True}, least_divided=0.0
+        ),
     }
     check("mixtral", cases, num_ranks=4)
 

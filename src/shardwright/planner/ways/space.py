@@ -63,6 +63,7 @@ def meshes(task: Task) -> Options:
         width=task.width,
         float8=int(task.dtype == FLOAT8),
         fused=int(task.runtime in FUSED_RUNTIMES),
+        same_experts=int(task.only_what_runs),
     )
     if not task.only_what_runs or task.experts == 1:
         return found
@@ -136,7 +137,7 @@ def _experts_do_not_run(task: Task) -> str:
     pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
     return (
         f"this version runs no way with {pins}: ranks that share experts may share layers or sequences, not "
-        "both, and no shards. expert is a multiple of context, and more than it; expert * tensor is at most "
+        "both. expert is a multiple of context, and more than it; expert * tensor is at most "
         f"{task.experts}, the experts of a layer. Unpin one of them, or search all ways."
     )
 
@@ -223,12 +224,13 @@ def _shards(task: Task, data: int, context: int, expert: int) -> list[tuple[int,
     ways = [(1, int(Sharded.NOTHING))]
     if not task.only_what_runs:
         ways += [(s, int(kind)) for s in divisors(data * context)[1:] for kind in list(Sharded)[1:]]
-    elif expert == 1:
+    elif data * context % expert == 0:
+        alike = data // max(1, expert // context)  # replicas that have the same experts
         ways += [
             (s, int(kind))
-            for s in divisors(data)[1:]
+            for s in divisors(alike)[1:]
             for kind in list(Sharded)[1:]
-            if runs_shards(kind, shard=s, data=data)
+            if runs_shards(kind, shard=s, data=alike)
         ]
     return [(s, k) for s, k in ways if _pinned(task, "shard", s) and _pinned(task, "sharded", k)]
 
@@ -270,6 +272,8 @@ def _check_pins(task: Task) -> None:
                 f"offload is {value}, but {task.machines.name} computes where its memory is, and has no "
                 "other. Unpin it."
             )
+        if name == "same_experts":
+            raise ConfigError(f"same_experts is {value}, but what runs decides it. Unpin it.")
         if name in ("width", "float8"):
             raise ConfigError(f"{name} is {value}, but the dtype ({task.dtype}) decides it. Unpin it.")
         if name == "fused":

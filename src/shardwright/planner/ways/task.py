@@ -7,6 +7,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from shardwright.catalogue import LayerChain, Transformer
 from shardwright.cluster import Inventory, usable_bytes
 from shardwright.costs import (
@@ -50,12 +52,13 @@ def runs_experts(options: Options, *, num_experts: int) -> Any:
 
     It has the ranks of one batch share them, which are then as many as the replicas here, and have their
     samples. They may share layers or sequences, too; then all of them have different experts, and each has
-    one. They share no shards.
+    one. Shards are of replicas that have the same.
     """
     in_one_way = (options.context == 1) | (options.tensor == 1)
     of_samples = (options.expert > options.context) & (options.expert % options.context == 0)
     fits = (options.data % options.expert_samples == 0) & (options.expert * options.tensor <= num_experts)
-    is_run = in_one_way & of_samples & fits & (options.sharded == Sharded.NOTHING)
+    no_shards = np.asarray(options.sharded) == Sharded.NOTHING
+    is_run = in_one_way & of_samples & fits & (no_shards | (np.asarray(options.same_experts) > 0))
     return (options.expert == 1) | is_run
 
 

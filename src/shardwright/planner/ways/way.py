@@ -220,7 +220,8 @@ class Way:
         o = self.options
         found = [text for name, text in NOT_RUN_YET.items() if does_not_run(name, getattr(o, name))]
         kind = Sharded(int(o.sharded))
-        if not runs_shards(kind, shard=o.shard, data=o.data):
+        alike = o.data // o.expert_samples if o.same_experts else o.data
+        if not runs_shards(kind, shard=o.shard, data=alike):
             found.append(f"{_ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
         if not self.runs_experts:
             found.append(f"experts over {int(o.expert)} ranks in a way with {self._beside_experts}")
