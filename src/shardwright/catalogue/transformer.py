@@ -181,7 +181,7 @@ class Layer:
     """The work of one layer for one sample.
 
     Attributes:
-        parameters: that it trains; those that several layers use, on the first of them.
+        parameters: those that several layers use, on the first of them; frozen ones by the bytes of these.
         flops: of the forward's products; a multiply-add counts as two.
         moved: numbers that the forward reads and writes, parameters apart.
         kept: numbers that are kept for the backward.
@@ -193,10 +193,11 @@ class Layer:
         collectives: of the ranks that share the layer, in a forward and backward; 0 where one has all of it.
         sent: numbers that one of them sends meanwhile.
         dispatch_s: seconds that Python takes for their operations, whatever the samples.
+        frozen: of the parameters, those that it does not train.
     """
 
     name: str
-    parameters: int
+    parameters: float
     flops: float
     moved: float
     kept: float
@@ -209,6 +210,7 @@ class Layer:
     collectives: float = 0.0
     sent: float = 0.0
     dispatch_s: float = 0.0
+    frozen: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +228,7 @@ class LayerChain:
 
     @property
     def num_parameters(self) -> int:
-        return sum(layer.parameters for layer in self.layers)
+        return int(sum(layer.parameters for layer in self.layers))
 
     @property
     def flops(self) -> float:

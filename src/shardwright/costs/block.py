@@ -164,13 +164,14 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     forward = products + attention + elementwise
     again_whole, selective = options.recomputed(shape.layers), options.recompute == Recompute.SELECTIVE
     again = np.where(options.flash > 0, 0.0, attention)
-    backward = 2 * products + attention_backward + ELEMENTWISE_BACKWARD * elementwise
+    of_weights = shape.trained * products
+    backward = products + of_weights + attention_backward + ELEMENTWISE_BACKWARD * elementwise
     recompute = again_whole * forward + np.where(selective, again, 0.0)
     return BlockSeconds(
         forward=forward,
         backward=backward,
         recompute=recompute,
-        weight=products,
+        weight=of_weights,
         tensor=_tensor(shape, options, rates, reached, tokens) * (2 + again_whole),
         context=_context(shape, options, rates, reached, tokens, attention),
         expert=_expert(shape, options, rates, reached, tokens) * (2 + again_whole),
@@ -183,7 +184,8 @@ def head_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
     tokens = options.microbatch * shape.sequence / options.context
     width = shape.vocabulary / options.tensor
-    return 3 * rank.product(tokens, shape.hidden, width) + tokens * width * _LOSS_BYTES / rank.memory_rate
+    times = 2 + np.asarray(shape.trained)
+    return times * rank.product(tokens, shape.hidden, width) + tokens * width * _LOSS_BYTES / rank.memory_rate
 
 
 def _products(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:

@@ -290,12 +290,14 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
     exchanged = exchange.mean(axis=1)
     mean, slowest = works.mean(axis=1), works.max(axis=1)
     held = parameters.max()
+    trained = (parameters - group.of_ranks(np.array(chain.column("frozen")))).max()
     crossing = _crossing(chain, group)
     hop = _hop_seconds(o, crossing * width, rates, reached)
     # Sums over replicas begin in the last backward.
-    sums = all_reduce_seconds(held, o, rates, reached)
+    sums = all_reduce_seconds(trained, o, rates, reached)
     behind = reached.overlap * price.backward.mean(axis=1)
-    gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, mean)
+    share = trained / max(held, 1.0)
+    gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, mean, trained=share)
     return StepSeconds(
         compute=m * (mean - again * forward - exchanged),
         recompute=m * again * forward,
@@ -308,7 +310,7 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
         gather=gather,
         reduce_scatter=scatter,
         all_reduce=beyond(sums, behind),
-        update=update_seconds(held, o, rates, reached),
+        update=update_seconds(trained, o, rates, reached),
         offload=m * _offload_seconds(chain, group, rates, reached, mean, width),
         overhead=reached.step_s + m * (reached.microbatch_s + len(chain.layers) / p * reached.layer_s),
     )
@@ -327,7 +329,8 @@ def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) 
         memory=group.slowest(_memory_rate) / min(reached.memory, 1.0),
         reached=replace(reached, kernel_s=-group.slowest(lambda kind: -kind.reached.kernel_s)),
     )
-    return rates.price(
+    frozen = of_ranks("frozen") / np.maximum(of_ranks("parameters"), 1.0)
+    found = rates.price(
         Work(
             products=of_ranks("products"),
             product_flops=samples * of_ranks("flops"),
@@ -337,6 +340,8 @@ def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) 
             moved_bytes=samples * of_ranks("moved") * width,
         )
     )
+    of_frozen = frozen * found.weight
+    return found._replace(backward=found.backward - of_frozen, weight=found.weight - of_frozen)
 
 
 def _exchange_seconds(
@@ -392,6 +397,7 @@ def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int
     """The memory of the rank closest to its limit, with that limit: all ranks are worked out."""
     o = group.options
     parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))
+    trained = 1 - group.of_ranks(np.array(chain.column("frozen"))) / np.maximum(parameters, 1.0)
     kept = _kept(chain, group)
     layers = chain.layers
     full = np.asarray(o.recompute)[0] == Recompute.FULL
@@ -404,7 +410,7 @@ def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int
     limits = group.slowest(lambda kind: kind.memory_bytes)
     limit = np.full(len(group.chosen), limits[0])
     for rank in range(len(parameters)):
-        weights, gradients, states = state_bytes(parameters[rank], o, precision)
+        weights, gradients, states = state_bytes(parameters[rank], o, precision, trained=trained[rank])
         states, states_on_host = offloaded(Offload.OPTIMIZER, o, states)
         of_sample = width * np.asarray(o.microbatch)
         activations, activations_on_host = offloaded_activations(

@@ -28,7 +28,7 @@ class Precision(NamedTuple):
         optimizer: of what the optimizer keeps, with a copy in 32 bits where there is one.
     """
 
-    weight: int
+    weight: float
     gradient: int
     optimizer: float
 
@@ -102,13 +102,13 @@ def needier(one: RankBytes, other: RankBytes, where: Numbers) -> RankBytes:
 
 
 def state_bytes(
-    parameters: Numbers, options: Options, precision: Precision
+    parameters: Numbers, options: Options, precision: Precision, *, trained: Numbers = 1.0
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Bytes of parameters, gradients and optimizer state of a rank that trains so many, wherever they are."""
+    """Bytes of parameters, gradients and optimizer state of a rank, which trains a share of so many."""
     stage, shard = options.sharded, options.shard
     weights = parameters * precision.weight / np.where(stage >= Sharded.PARAMETERS, shard, 1.0)
-    gradients = parameters * precision.gradient / np.where(stage >= Sharded.GRADIENTS, shard, 1.0)
-    kept = parameters * precision.optimizer / np.where(stage >= Sharded.OPTIMIZER, shard, 1.0)
+    gradients = trained * parameters * precision.gradient / np.where(stage >= Sharded.GRADIENTS, shard, 1.0)
+    kept = trained * parameters * precision.optimizer / np.where(stage >= Sharded.OPTIMIZER, shard, 1.0)
     return weights, gradients, kept
 
 
@@ -160,8 +160,10 @@ def stage_bytes(
     block = apart + routed
     tables = np.where(p > 1, 1.0, np.where(shape.tied > 0, 1.0, 2.0))
     owned = blocks * apart + tables * shape.embedding_parameters / t
-    states = state_bytes(owned, options, precision)
-    of_experts = state_bytes(blocks * routed, replace(options, shard=options.expert_shard), precision)
+    share = shape.trained
+    states = state_bytes(owned, options, precision, trained=share)
+    divided = replace(options, shard=options.expert_shard)
+    of_experts = state_bytes(blocks * routed, divided, precision, trained=share)
     weights, gradients, kept = (one + other for one, other in zip(states, of_experts, strict=True))
     kept, states_on_host = offloaded(Offload.OPTIMIZER, options, kept)
     flight = in_flight(options, p - 1 if last else 0)
@@ -169,7 +171,7 @@ def stage_bytes(
     activations, activations_on_host = offloaded_activations(
         options, blocks * flight * kept_of_block, kept_of_block
     )
-    live = _LIVE_BLOCKS * block * precision.weight + block * precision.gradient
+    live = _LIVE_BLOCKS * block * precision.weight + share * block * precision.gradient
     logits = tokens_of(shape, options) * (4 + options.width) * shape.vocabulary / t
     return RankBytes(
         parameters=weights,

@@ -24,6 +24,7 @@ class Shape(Columns):
         window: tokens that one attends to in a share of the blocks.
         cross: share of the blocks that attend to an encoder, too.
         tied: 1 where the head is the embedding.
+        trained: share of the parameters that is trained; the others are frozen, as beside adapters.
     """
 
     layers: Numbers
@@ -49,22 +50,25 @@ class Shape(Columns):
     windowed: Numbers = 0.0
     cross: Numbers = 0.0
     tied: Numbers = 1.0
+    trained: Numbers = 1.0
 
     @property
     def flops_per_token(self) -> Numbers:
         """Of forward and backward, as model FLOPs utilisation counts them.
 
         Six for each parameter of a product that a token takes, and twelve for each score and component of a
-        head, masked or not, inside of a window. Source: Chowdhery et al. 2022, appendix B.
+        head, masked or not, inside of a window. Source: Chowdhery et al. 2022, appendix B. A frozen parameter
+        has no gradient, and takes two less.
         """
         taken = self.attention_parameters + self.latent_parameters + self._mlp(self.ffn_of_token)
         near = np.minimum(self.window, self.sequence)
         seen = (1 - self.windowed) * self.sequence + self.windowed * near
         scores = (1 + self.cross) * seen * (self.queries + self.outputs)
-        return 6 * (self.layers * (taken + scores) + self.hidden * self.vocabulary)
+        frozen = (1 - np.asarray(self.trained)) * (self.layers * taken + self.hidden * self.vocabulary)
+        return 6 * (self.layers * (taken + scores) + self.hidden * self.vocabulary) - 2 * frozen
 
     @classmethod
-    def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
+    def of(cls, model: Transformer, *, sequence: int | None = None, trained: float = 1.0) -> "Shape":
         layers = model.layers + model.encoder_layers
         alike = {f.name: float(getattr(model, f.name)) for f in fields(cls) if hasattr(model, f.name)}
         if model.latent is not None:
@@ -75,6 +79,7 @@ class Shape(Columns):
                 "layers": float(layers),
                 "key_heads": float(model.key_heads if model.latent is None else model.heads),
                 "sequence": float(sequence or model.sequence),
+                "trained": trained,
                 "dense": model.dense_layers / layers,
                 "windowed": model.windowed_layers / layers,
                 "cross": model.layers / layers if model.encoder_layers else 0.0,

@@ -66,9 +66,9 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     hop = _hop_seconds(shape, options, rates, reached)
     parameters = _rank_parameters(shape, options)
     computing = blocks * block.free + head / p
-    gather, scatter = shard_seconds(parameters, options, rates, reached, computing)
+    gather, scatter = shard_seconds(parameters, options, rates, reached, computing, trained=shape.trained)
     # Sums over replicas begin in the last backward; messages travel while other microbatches compute.
-    sums = all_reduce_seconds(parameters, options, rates, reached)
+    sums = all_reduce_seconds(shape.trained * parameters, options, rates, reached)
     exposed_hop = beyond(hop, reached.overlap * np.where(options.microbatches > 1, computing, 0.0))
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
@@ -82,14 +82,14 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         gather=gather,
         reduce_scatter=scatter,
         all_reduce=beyond(sums, reached.overlap * blocks * block.backward),
-        update=update_seconds(_updated_parameters(shape, options), options, rates, reached),
+        update=update_seconds(shape.trained * _updated_parameters(shape, options), options, rates, reached),
         offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
     )
 
 
 def _rank_parameters(shape: Shape, options: Options) -> Numbers:
-    """Parameters that a pipeline rank trains, over its tensor parallel ranks, with an embedding."""
+    """Parameters that a pipeline rank has, over its tensor parallel ranks, with an embedding."""
     blocks = shape.layers / options.pipeline
     experts = np.maximum(1.0, shape.experts / options.expert)
     block = shape.attention_parameters + shape.held_parameters(experts)
@@ -155,7 +155,13 @@ def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
 
 
 def shard_seconds(
-    parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies, computing: Numbers
+    parameters: Numbers,
+    options: Options,
+    rates: Rates,
+    reached: Efficiencies,
+    computing: Numbers,
+    *,
+    trained: Numbers = 1.0,
 ) -> tuple[Numbers, Numbers]:
     """Seconds of gathers and reduce-scatters of shards beyond the computing that hides them."""
     ranks, stride, m = options.shard, options.shard_stride, options.microbatches
@@ -187,10 +193,10 @@ def shard_seconds(
     once = np.where(options.hierarchical == Gathers.FLAT, flat, faster)
     hidden = reached.overlap * computing
     gathers = np.where(options.sharded == Sharded.PARAMETERS, 2.0, 0.0)
-    scatters = np.where(options.sharded >= Sharded.GRADIENTS, 1.0, 0.0)
+    scatters = np.where(options.sharded >= Sharded.GRADIENTS, trained, 0.0)
     together = (gathers + scatters) * once
     exposed = beyond(together, hidden)
-    share = gathers / np.maximum(gathers + scatters, 1.0)
+    share = gathers / np.where(gathers + scatters > 0, gathers + scatters, 1.0)
     return m * exposed * share, m * exposed * (1 - share)
 
 

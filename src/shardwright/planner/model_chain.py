@@ -246,7 +246,8 @@ _BITS_16 = frozenset({"float16", "bfloat16"})
 class _Sums:
     """The sums of the nodes of one layer."""
 
-    parameters: int = 0
+    parameters: float = 0
+    frozen: float = 0
     work: Work = field(default_factory=Work)
     kept: float = 0.0
     inputs: set[int] = field(default_factory=set)
@@ -270,7 +271,7 @@ def chain_of(graph: ModelGraph, *, name: str, division: Division | None = None) 
     saved: set[int] = set()
     for index, node in enumerate(graph.nodes):
         if not node.free:
-            _add(sums[homes[index]], graph, index, seen, saved, division)
+            _add(sums[homes[index]], graph, index, seen, saved, division, width)
     crossing = _crossing(graph, homes, len(calls), division)
     per_sample = 1.0 / (samples * width)
     layers = []
@@ -296,6 +297,7 @@ def chain_of(graph: ModelGraph, *, name: str, division: Division | None = None) 
                 crossing=crossing[number] * per_sample,
                 collectives=division.collectives(unit),
                 dispatch_s=division.dispatch_s(unit),
+                frozen=of_layer.frozen,
                 sent=sent * per_sample,
             )
         )
@@ -309,6 +311,7 @@ def _add(
     seen: set[str],
     saved: set[int],
     division: Division,
+    width: int,
 ) -> None:
     node = graph.nodes[index]
     own = graph.units[node.name].parameters if node.kind == "unit" else ()
@@ -316,7 +319,12 @@ def _add(
         spec = graph.parameters[parameter]
         if parameter not in seen and not spec.is_buffer:
             seen.add(parameter)
-            of_layer.parameters += division.held(parameter, prod(spec.spec.shape))
+            if spec.spec.requires_grad:
+                of_layer.parameters += division.held(parameter, prod(spec.spec.shape))
+                continue
+            frozen = division.held(parameter, spec.spec.num_bytes) / width
+            of_layer.parameters += frozen
+            of_layer.frozen += frozen
     work = _work_around(graph, node) if node.work is None else node.work
     if node.kind == "op":
         share = kept_share = division.share_of_operation(index)

@@ -101,6 +101,8 @@ def test_nothing_fits(capsys):
         ((*NEOX, "--pin", "tensor=3"), "no way to train has tensor=3"),
         ((*NEOX, "--objective", "fun"), "must be one of speed, memory, batch"),
         ((*NEOX, "--optimizer", "lion"), "must be one of adamw, adamw-bf16, adamw-8bit, sgd, or a number"),
+        ((*NEOX, "--trained", "0"), "must be above 0, and at most 1"),
+        ((*NEOX, "--frozen-bytes", "9"), "must be above 0, and at most 8"),
         (("missing/config.json", "p4d.24xlarge"), "cannot be read"),
     ],
 )
@@ -179,6 +181,25 @@ def test_the_optimizer_counts(capsys):
         )
     expected = {"adamw": 12.0, "adamw-bf16": 8.0, "adamw-8bit": 6 + 1 / 32, "sgd": 8.0, "0": 4.0}
     assert found == pytest.approx(expected)
+
+
+def test_frozen_weights_have_no_gradients_and_no_optimizer(capsys):
+    """Adapters beside a base model of 4 bits train on one node, where all weights do not fit."""
+    words = ("search", "llama3-70b", "p4d.24xlarge", "-b", "64", "-s", "2048", "--json")
+    assert call(capsys, *words)[0] != 0
+    bits = ("--frozen-bytes", "0.5")
+    found = {}
+    for more in ((), bits):
+        code, out, _ = call(capsys, *words, "--trained", "0.005", *more)
+        assert code == 0
+        found[more] = json.loads(out)["best"]
+    of_parameter = {
+        more: {name: each["bytes"][name] / each["bytes"]["parameters"] for name in ("gradients", "optimizer")}
+        for more, each in found.items()
+    }
+    assert of_parameter[()] == pytest.approx({"gradients": 0.005 * 2, "optimizer": 0.005 * 6})
+    assert found[bits]["bytes"]["gradients"] < found[()]["bytes"]["parameters"] / 50
+    assert found[bits]["settings"].get("tensor_parallel_degree", 1) == 1
 
 
 def test_why_not(capsys):

@@ -55,6 +55,12 @@ def search(
             help="adamw, adamw-bf16, adamw-8bit, sgd, or the bytes that it keeps of a parameter.",
         ),
     ] = "adamw",
+    trained: Annotated[
+        float, typer.Option("--trained", help="Share of the parameters that is trained: 0.01 with adapters.")
+    ] = 1.0,
+    frozen_bytes: Annotated[
+        float | None, typer.Option("--frozen-bytes", help="Of a frozen parameter: 0.5 in 4 bits; as --dtype.")
+    ] = None,
     pin: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,6 +124,8 @@ def search(
 
     found = find_machines(machines)
     sample, priced = model_of(model, build_on, on_accelerators=not any(kind.cores for kind, _ in found.nodes))
+    # No ranks share a layer whose weights are quantized.
+    alone = {} if frozen_bytes is None or frozen_bytes > 1 else {"tensor": 1, "context": 1, "expert": 1}
     task = Task(
         model=priced,
         machines=found,
@@ -125,10 +133,12 @@ def search(
         sequence=sequence,
         dtype=full_name(dtype),
         optimizer=optimizer,
+        trained=trained,
+        frozen_bytes=frozen_bytes,
         runtime=runtime,
         only_what_runs=only_what_runs,
         operable=only_what_runs,
-        pins=parse_pins(pin or ()),
+        pins={**alone, **parse_pins(pin or ())},
     )
     if why_not:
         _tell_why_not(task, parse_pins(why_not), as_json=as_json)

@@ -32,6 +32,7 @@ from shardwright.text import shown
 
 MOST_BATCH = 10_000_000
 _MOST_SEQUENCE = 100_000_000
+_MOST_FROZEN_BYTES = 8
 
 NOT_RUN_YET: Mapping[str, str] = MappingProxyType({"offload": "offload of optimizer state"})
 """Options that are priced, and that the runtime of this version does not have: see `does_not_run`."""
@@ -77,6 +78,9 @@ class Task:
             bfloat16 with products in 8 bits.
         optimizer: a name of `shardwright.costs.memory.OPTIMIZERS`, or the bytes that it keeps of a parameter
             beside a copy in float32.
+        trained: share of the parameters that is trained; the others are frozen, as beside adapters. A
+            chain of layers says itself which.
+        frozen_bytes: bytes of a frozen parameter: 0.5 in 4 bits; None: as of the dtype.
         only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
         operable: leave out degrees that nobody would operate: powers of two, and over several nodes at least
             two replicas, are left.
@@ -89,6 +93,8 @@ class Task:
     sequence: int | None = None
     dtype: str = "bfloat16"
     optimizer: str = "adamw"
+    trained: float = 1.0
+    frozen_bytes: float | None = None
     runtime: str = "shardwright"
     only_what_runs: bool = False
     operable: bool = False
@@ -113,6 +119,7 @@ class Task:
                 "no tokens. Leave it out."
             )
         moment_bytes(self.optimizer)
+        self._check_frozen()
         first, *others = (kind.accelerator for kind, _ in self.machines.nodes)
         if (other := next((each for each in others if each != first), None)) is not None:
             raise ConfigError(
@@ -127,10 +134,26 @@ class Task:
                     f"{', '.join(rates)}."
                 )
 
+    def _check_frozen(self) -> None:
+        if not 0 < self.trained <= 1:
+            raise ConfigError(
+                f"the trained share is {self.trained:g}, but it must be above 0, and at most 1."
+            )
+        if self.frozen_bytes is not None and not 0 < self.frozen_bytes <= _MOST_FROZEN_BYTES:
+            raise ConfigError(
+                f"bytes of a frozen parameter are {self.frozen_bytes:g}, but they must be above 0, and at "
+                f"most {_MOST_FROZEN_BYTES}."
+            )
+        if isinstance(self.model, LayerChain) and (self.trained, self.frozen_bytes) != (1.0, None):
+            raise ConfigError(
+                f"{self.model.name} is made by a factory, and says itself what is trained, and in what type "
+                "the rest is. Leave these options out, and have the factory freeze what is frozen."
+            )
+
     @cached_property
     def shape(self) -> Shape:
         assert isinstance(self.model, Transformer)
-        return Shape.of(self.model, sequence=self.sequence)
+        return Shape.of(self.model, sequence=self.sequence, trained=self.trained)
 
     @cached_property
     def rates(self) -> Rates:
@@ -146,7 +169,9 @@ class Task:
     def precision(self) -> Precision:
         """Bytes of parameters and updates."""
         base = FP32 if self.dtype == "float32" else BF16
-        return base.with_moments(moment_bytes(self.optimizer))
+        frozen = base.weight if self.frozen_bytes is None else self.frozen_bytes
+        weight = self.trained * base.weight + (1 - self.trained) * frozen
+        return base._replace(weight=weight).with_moments(moment_bytes(self.optimizer))
 
     @property
     def flops(self) -> float:
