@@ -274,10 +274,17 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
 
 
 def _tell_how_many(task: "Task", tokens: float, days: float | None, *, as_json: bool) -> None:
+    from shardwright.observe.console import Console
     from shardwright.planner.ways.answers import cheapest, offers
 
     deadline_s = None if days is None else days * _DAY_S
-    found = offers(task, tokens=tokens, deadline_s=deadline_s)
+    with Console().phase("searching on each number of nodes") as phase:
+        found = offers(
+            task,
+            tokens=tokens,
+            deadline_s=deadline_s,
+            progress=lambda done, total: phase.update(done, total=total),
+        )
     best = cheapest(found, deadline_s=deadline_s)
     if as_json:
         rows = [

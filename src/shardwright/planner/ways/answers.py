@@ -179,8 +179,17 @@ class _Offer:
     dollars: float | None
 
 
-def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> list[_Offer]:
-    """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits."""
+def offers(
+    task: Task,
+    *,
+    tokens: float,
+    deadline_s: float | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[_Offer]:
+    """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
+
+    Of the numbers between the last that is too slow and the first that is in time, quarters are offered.
+    """
     if len(task.machines.nodes) != 1:
         raise UsageError("how many machines to take can be asked of one kind at a time. Name one kind.")
     if not 0 < tokens < float("inf"):
@@ -188,13 +197,17 @@ def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> lis
     _, most = task.machines.nodes[0]
     found: dict[int, _Offer] = {}
     refused: ConfigError | None = None
-    for number in sorted({2**n for n in range(most.bit_length())} | {most}):
+    numbers = sorted({2**n for n in range(most.bit_length())} | {most})
+    for done, number in enumerate(numbers, start=1):
+        progress(done, len(numbers))
         try:
             found[number] = _offer(task, number, tokens)
         except InfeasiblePlanError:
             continue  # too little memory
         except ConfigError as error:
             refused = error  # for example, more replicas than the batch has samples
+    if not found and task.operable:
+        return offers(replace(task, operable=False), tokens=tokens, deadline_s=deadline_s, progress=progress)
     if not found and refused is not None:
         raise refused
     if deadline_s is not None:
@@ -210,17 +223,13 @@ def _between(task: Task, known: dict[int, _Offer], tokens: float, deadline_s: fl
     high = in_time[0]
     low = max((number for number in known if number < high), default=high // 2)
     found: dict[int, _Offer] = {}
-    while high - low > 1:
-        middle = (low + high) // 2
+    for number in sorted({low + (high - low) * quarter // 4 for quarter in (1, 2, 3)} - {low, high}):
         try:
-            found[middle] = _offer(task, middle, tokens)
+            found[number] = _offer(task, number, tokens)
         except (InfeasiblePlanError, ConfigError):
-            low = middle
             continue
-        if found[middle].seconds <= deadline_s:
-            high = middle
-        else:
-            low = middle
+        if found[number].seconds <= deadline_s:
+            break
     return found
 
 
@@ -228,7 +237,7 @@ def _offer(task: Task, number: int, tokens: float) -> _Offer:
     """Training on so many nodes."""
     kind, _ = task.machines.nodes[0]
     machines = replace(task.machines, name=f"{kind.name} x {number}", nodes=((kind, number),))
-    way = widened(replace(task, machines=machines), search).best
+    way = search(replace(task, machines=machines)).best
     seconds = tokens / way.tokens_per_s
     price = machines.price_per_hour
     return _Offer(

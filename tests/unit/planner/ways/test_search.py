@@ -209,6 +209,10 @@ def test_experts_are_shared_by_the_ranks_of_a_batch():
     assert way.not_run_yet == []
     degrees = {name: way.settings[f"{name}_parallel_degree"] for name in ("expert", "tensor", "data")}
     assert degrees == {"expert": 4, "tensor": 2, "data": 2}
+    sharded = search(replace(task, only_what_runs=True, pins={**pins, "sharded": 3, "shard": 2})).best
+    assert sharded.settings["sharded_data_parallel_degree"] == 2
+    # Replicas of the same experts divide all states, those of experts too.
+    assert sharded.num_bytes["optimizer"] == pytest.approx(way.num_bytes["optimizer"] / 2, rel=1e-3)
     for more, beside in (
         ({"sharded": 3, "shard": 8}, "ZeRO-3"),
         ({"tensor": 4, "data": 4}, "tensor 4, context 1 and data 4"),
