@@ -31,6 +31,11 @@ PROMISES = {
         "ranks/offload/test_offload_is_exact.py::test_models_over_two_stages",
         "ranks/offload/test_offload_frees_memory.py::test_one_microbatch_keeps_a_few_units",
     ],
+    "moments in 16 or 8 bits; optimizer offload": [
+        "ranks/optimizer/test_packed_state.py::test_stages_give_the_bits_of_one_rank",
+        "ranks/optimizer/test_packed_state.py::test_values_are_rounded_alike_on_all_layouts",
+        "ranks/optimizer/test_packed_state.py::test_updates_in_the_hosts_memory_are_the_same",
+    ],
     "own collectives (`shardwright` backend)": [
         "ranks/comm/test_communicator.py::test_every_collective_gives_every_rank_the_right_elements",
         "ranks/comm/test_backend.py::test_collectives_of_torch_distributed",

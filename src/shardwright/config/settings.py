@@ -94,6 +94,11 @@ class Settings(BaseModel):
         description="How the averages of an optimizer of torch.optim are kept: as it keeps them; or, rounded "
         "by chance, in bfloat16 (bf16) or in 8 bits with a scale for each 256 (8bit).",
     )
+    offload_optimizer: bool = Field(
+        False,
+        description="With accelerators, keep the optimizer's state, and the weights that it updates, in the "
+        "host's memory, and update there.",
+    )
     sdp_param_persistence_threshold: Annotated[Whole, Field(ge=0, le=MOST_ELEMENTS)] = Field(
         10_000, description="Parameters with fewer elements are not sharded."
     )

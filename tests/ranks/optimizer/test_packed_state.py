@@ -39,7 +39,7 @@ class Whole(nn.Module):
 
 
 def trained(
-    settings: dict[str, Any], *, whole: bool = False, optimizer: str = "AdamW", dtype: Any = torch.float64
+    settings: dict[str, Any], *, whole: bool = False, optimizer: str = "AdamW", **options: Any
 ) -> Any:
     """Losses, weights, kinds of moments and bytes of an element, and the state in names of parameters.
 
@@ -50,10 +50,18 @@ def trained(
     from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
     packing._PIECE = 512
+    if "host" in options:
+        import shardwright.torch.replicas.replicas as replicas
+
+        # No machine with an accelerator is needed for the copies, which are apart from the parameters.
+        replicas.updates_on_host = lambda _: options["host"]
     sw.init({**QUIET, "microbatches": 2, **settings})
     torch.manual_seed(0)
-    model = sw.DistributedModel((Whole() if whole else Net()).to(dtype))
+    model = sw.DistributedModel((Whole() if whole else Net()).to(options.get("dtype", torch.float64)))
     updates = sw.DistributedOptimizer(optimizer_of(optimizer, model))
+
+    for group in updates.param_groups if options.get("host") is False else ():
+        group["fused"] = True  # as it is in the host's memory
 
     @sw.step
     def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -126,6 +134,13 @@ def test_other_blocks_are_about_the_same(settings: dict[str, Any]) -> None:
         assert max(float((final[name] - weights[name]).abs().max()) for name in weights) < 0.03
 
 
+def with_updates_on_the_host(*args: Any, **options: Any) -> Any:
+    import shardwright.torch.replicas.replicas as replicas
+
+    replicas.updates_on_host = lambda _: True
+    return training(*args, **options)
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks", "options"),
     [
@@ -134,16 +149,18 @@ def test_other_blocks_are_about_the_same(settings: dict[str, Any]) -> None:
         thorough({"optimizer_state": "8bit", **REPLICAS, "fp16": True}, 2, {"dtype": torch.float32}),
         thorough({"optimizer_state": "8bit", "seed": 3}, 1, {"optimizer": "SGD"}),
         thorough({"optimizer_state": "bf16", **TENSOR}, 2, {"optimizer": "RMSprop"}),
+        thorough({"offload_optimizer": True, **STAGES, "bf16": True}, 2, {"dtype": torch.float32}),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     settings: dict[str, Any], ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = run_ranks(training, ranks, settings, tmp_path / "whole", until=6, **options)
+    run = with_updates_on_the_host if "offload_optimizer" in settings else training
+    whole = run_ranks(run, ranks, settings, tmp_path / "whole", until=6, **options)
     plan = tmp_path / "whole" / "step-00000003" / "plan.json"  # planning anew may choose another one
     first = {**settings, "plan": str(plan)} if plan.exists() else settings
-    run_ranks(training, ranks, first, tmp_path / "cut", until=3, **options)
-    rest = run_ranks(training, ranks, settings, tmp_path / "cut", until=6, first=3, **options)
+    run_ranks(run, ranks, first, tmp_path / "cut", until=3, **options)
+    rest = run_ranks(run, ranks, settings, tmp_path / "cut", until=6, first=3, **options)
     for (losses, state, _), (later, final, _) in zip(whole, rest, strict=True):
         assert later == losses[3:]
         assert all(torch.equal(final[n], v) for n, v in state.items() if isinstance(v, Tensor))
@@ -248,6 +265,15 @@ def test_an_optimizer_that_is_not_wrapped_is_refused() -> None:
         refused("AdamW", {}, wrapped=False)
 
 
+def test_on_cpus_the_hosts_memory_is_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    sw.init({**QUIET, "offload_optimizer": True})
+    try:
+        assert sw.DistributedModel(Net()).replicas.updated_parts is None
+        assert "offload_optimizer changes nothing on CPUs" in caplog.text
+    finally:
+        sw.shutdown()
+
+
 def test_a_moment_is_not_changed_in_place() -> None:
     """What scripts read of it is what it stands for; a change would be lost."""
     import shardwright.torch.optimizer.packed_tensor as packed
@@ -257,3 +283,25 @@ def test_a_moment_is_not_changed_in_place() -> None:
     assert moment.tolist() == [0.0, 1.5, -2.0] == (moment * 1).tolist()
     with pytest.raises(UsageError, match="Assign what it is to be"):
         moment.zero_()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "options"),
+    [
+        ({}, 1, {}),
+        ({**STAGES, "bf16": True}, 2, {"dtype": torch.float32}),
+        thorough({**SHARDS, "optimizer_state": "8bit"}, 2, {"dtype": torch.float32}),
+        ({**REPLICAS, "optimizer_state": "bf16"}, 2, {}),
+        thorough({**TENSOR, "fp16": True}, 2, {"dtype": torch.float32}),
+        thorough({**TENSOR, **SHARDS}, 4, {"optimizer": "Adam"}),
+    ],
+)
+def test_updates_in_the_hosts_memory_are_the_same(
+    settings: dict[str, Any], ranks: int, options: dict[str, Any]
+) -> None:
+    """Copies of parameters are updated and written back (`offload_optimizer`); CPUs do without."""
+    there, here = (run_ranks(trained, ranks, settings, host=host, **options) for host in (True, False))
+    for (losses, weights, _, _, state), (plain, expected, _, _, moments) in zip(there, here, strict=True):
+        assert losses == plain
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+        torch.testing.assert_close(state, moments, rtol=0, atol=0)

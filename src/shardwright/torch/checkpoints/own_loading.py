@@ -156,7 +156,7 @@ def load_optimizer_state(
     updated = model.replicas.updated_parts
     for parameter, master in masters if updated is not None and updated.keeps_masters else ():
         assert updated is not None
-        updated.set_master(parameter, master.to(parameter.device, torch.float32))
+        updated.set_master(parameter, master)
 
 
 def _is_rounded(model: DistributedModel, parameter: nn.Parameter, saved: SavedCheckpoint, name: str) -> bool:

@@ -306,6 +306,8 @@ def _first_of_all_ranks(place: float) -> float:
 
 def _optimizer_factor(context: Context) -> float:
     """Bytes of optimizer state for each byte of what is updated; a copy in float32 is a part of it."""
+    if context.config.offload_optimizer and context.device.type != "cpu":
+        return 0.0
     copies = 1.0 if low_precision(context.config) is not None else 0.0
     moment = MOMENT_BYTES[context.config.optimizer_state] / MOMENT_BYTES["as_is"]
     for wrapped in context.optimizers:

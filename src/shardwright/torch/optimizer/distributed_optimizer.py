@@ -22,7 +22,7 @@ from shardwright.torch.optimizer.clipping import clip_grad_norm_
 from shardwright.torch.optimizer.optimizer_state import (
     PARTS,
     as_parts,
-    keep_types,
+    load_state,
     part_of_state,
     place_state,
     placed,
@@ -99,6 +99,7 @@ class UpdateClock:
 _REMEDY = "Call it in the training loop."
 _NAMES = "parameter_names"
 _PART = "part"
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _LENT = ("grad_scale", "found_inf")
 
 
@@ -230,7 +231,11 @@ class DistributedOptimizer(Optimizer):
     def _around(self, model: DistributedModel | None) -> list[AbstractContextManager[Any]]:
         """What an update is made in; most need nothing."""
         around: list[AbstractContextManager[Any]] = []
+        home = self._home
         lent = {name: value for name, value in vars(self).items() if name in _LENT}
+        if home is not None:
+            lent = {name: value.to(home) for name, value in lent.items() if value is not None}
+            around.append(_fused(self.optimizer))
         if lent:
             around.append(self._lent_to_scaler(lent))
         if model is not None and model.replicas.sharding is not None:
@@ -242,6 +247,13 @@ class DistributedOptimizer(Optimizer):
         if self._packing is not None:
             around.append(self._packing.in_pieces())
         return around
+
+    @property
+    def _home(self) -> torch.device | None:
+        """Where updates are made, if not where parameters are (`offload_optimizer`)."""
+        model = wrapped_model()
+        parts = None if model is None else model.replicas.updated_parts
+        return None if parts is None else parts.home
 
     @property
     def _scaler(self) -> LossScaler | None:
@@ -280,12 +292,13 @@ class DistributedOptimizer(Optimizer):
 
     def _own_parts(self, model: DistributedModel, parts: UpdatedParts) -> AbstractContextManager[None]:
         """Shows the wrapped optimizer the parts that it updates on this rank."""
-        if parts.num_parts > 1 and not self.sees_rows:
+        if (parts.num_parts > 1 or parts.home is not None) and not self.sees_rows:
             names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+            setting = "offload_optimizer" if parts.num_parts == 1 else "shard_optimizer_state"
             raise UsageError(
-                "shard_optimizer_state cuts parameters, and "
+                f"{setting} shows parts of parameters, and "
                 f"{type(self.optimizer).__name__} may look at whole ones. Use one of "
-                f"{names}; or set shard_optimizer_state false."
+                f"{names}; or set {setting} false."
             )
         # Replicas send each other their parts in this order.
         return parts.shown(in_order(self._parameters(), model.get_module()), self.optimizer.state)
@@ -374,8 +387,7 @@ class DistributedOptimizer(Optimizer):
                 "on each rank its own."
             )
         fitting = placed(fitting, self._parameters())
-        self.optimizer.load_state_dict(fitting)
-        keep_types(self.optimizer, fitting, self._parameters())
+        load_state(self.optimizer, fitting, self._parameters(), home=self._home)
         if self._packing is not None:
             self._packing.pack(self._parameters())
 
@@ -445,6 +457,25 @@ class DistributedOptimizer(Optimizer):
                 place_state(self.optimizer.state, parameter)
         if waited is not None and _NAMES in waited:
             self.load_state_dict(waited)
+
+
+@contextmanager
+def _fused(optimizer: Optimizer) -> Iterator[None]:
+    """PyTorch's fused update on CPUs, where the script has not chosen another."""
+    chosen = [
+        group
+        for group in optimizer.param_groups
+        if type(optimizer) in _FUSED
+        and group["fused"] is None
+        and not (group["foreach"] or group["differentiable"])
+    ]
+    for group in chosen:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in chosen:
+            group["fused"] = None
 
 
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

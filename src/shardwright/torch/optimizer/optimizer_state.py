@@ -14,6 +14,7 @@ The positions are those of another run, whose model may have registered its part
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -85,11 +86,27 @@ def place_state(state: Any, parameter: nn.Parameter) -> None:
                 state[parameter][key] = placed_like(value, parameter)
 
 
-def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> None:
-    """Gives the state the types that it was saved in: PyTorch casts it to those of the parameters."""
+def load_state(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    parameters: Sequence[nn.Parameter],
+    *,
+    home: torch.device | None,
+) -> None:
+    """Loads a state in the types that it was saved in: PyTorch casts it to those of the parameters.
+
+    Where its home is not with the parameters, it takes none of their memory.
+    """
+    optimizer.load_state_dict({**saved, "state": saved["state"] if home is None else {}})
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
+        values = saved["state"].get(number, {})
+        if home is not None and values:
+            optimizer.state[parameter] = {
+                key: value.to(home, copy=True) if isinstance(value, Tensor) else value
+                for key, value in values.items()
+            }
+        for key, value in values.items():
             now = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype is not value.dtype:
                 optimizer.state[parameter][key] = value.to(now.device).clone()

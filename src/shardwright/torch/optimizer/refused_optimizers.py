@@ -169,7 +169,7 @@ def _look_at(optimizer: Optimizer) -> None:
             parameter.grad = None  # which leaves it as it is
     elif model.replicas.updated_parts is not None or context().config.optimizer_state != "as_is":
         raise UsageError(
-            f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16, shard_optimizer_state or "
-            "optimizer_state the library decides what is updated. Call step() of "
+            f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16, shard_optimizer_state, "
+            "offload_optimizer or optimizer_state the library decides what is updated. Call step() of "
             "sw.DistributedOptimizer(optimizer)."
         )

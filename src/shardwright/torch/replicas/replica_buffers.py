@@ -13,7 +13,7 @@ Replicas may shard the optimizer's work and state (ZeRO-1), with or without shar
 
 Here, replicas are ranks with the same rows of parameters: parameters may be sharded within a host, and
 optimizer state over all hosts. 16-bit parameters are updated in float32 and then rounded, so that small
-updates are not lost.
+updates are not lost. With `offload_optimizer` copies of all parameters, in the host's memory, are updated.
 """
 
 import logging
@@ -173,9 +173,16 @@ _MESSAGE = 4 * 2**20
 
 
 class UpdatedParts:
-    """The parts of parameters that this rank updates."""
+    """The parts of parameters that this rank updates.
 
-    def __init__(self, group: dist.ProcessGroup | None, *, in_float32: bool):
+    Args:
+        home: where copies are kept and updated; None: with the parameters.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, in_float32: bool, home: torch.device | None = None
+    ):
+        self.home = home
         self._in_float32 = in_float32
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
@@ -196,12 +203,12 @@ class UpdatedParts:
         return range(min(self._rank * size, numel), min((self._rank + 1) * size, numel))
 
     def master(self, parameter: Tensor) -> Tensor | None:
-        """The float32 copy of the part that this rank updates, if any."""
-        return self._masters.get(id(parameter))
+        """The float32 copy of the part that this rank updates, if any, of a parameter in 16 bits."""
+        return self._masters.get(id(parameter)) if is_low(parameter) else None
 
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Restores a float32 copy from its saved one."""
-        self._masters[id(parameter)] = master
+        self._masters[id(parameter)] = master.to(self.home or parameter.device, torch.float32)
 
     def forget_masters(self) -> None:
         """Has the next update begin from the parameters as they are, without the digits that copies keep."""
@@ -220,26 +227,31 @@ class UpdatedParts:
 
         Collective over the group.
         """
-        shown: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
+        shown: list[tuple[nn.Parameter, nn.Parameter, Tensor, bool]] = []
         cut = []
         for parameter in parameters:
-            is_cut = self._is_cut(parameter)
-            if is_cut or self._has_master(parameter):
+            is_cut, is_copied = self._is_cut(parameter), self._has_master(parameter)
+            if is_cut or is_copied:
                 own = local_of(parameter).detach()
                 part = self._part_of(own) if is_cut else own
-                shown.append((parameter, self._show(parameter, part, is_cut=is_cut), part))
+                shown.append((parameter, self._show(parameter, part, is_cut=is_cut), part, is_copied))
             if is_cut and parameter.requires_grad:
                 cut.append(parameter)
+        if self.home is not None and torch.cuda.is_available():
+            torch.cuda.synchronize()  # gradients are on their way
         try:
-            for parameter, whole, part in shown:
+            for parameter, whole, part, _ in shown:
+                values = state.get(parameter, {})
+                if self.home is not None:  # loaded before the model was placed
+                    values.update((k, v.to(self.home)) for k, v in values.items() if isinstance(v, Tensor))
                 if self._is_cut(whole):
-                    self._cut_state(state.get(parameter, {}), whole, part)
+                    self._cut_state(values, whole, part)
             yield
-            for parameter, _, part in shown:
-                if part.dtype is not parameter.dtype:
+            for parameter, _, part, is_copied in shown:
+                if is_copied:
                     part.copy_(local_of(parameter).detach())
         finally:
-            for parameter, whole, _ in shown:
+            for parameter, whole, _, _ in shown:
                 cleared = parameter.grad is None
                 put_divided_in_place(parameter, whole)
                 if cleared:
@@ -248,7 +260,8 @@ class UpdatedParts:
 
     def _has_master(self, parameter: Tensor) -> bool:
         """Whether a copy is updated; what has no gradient, no optimizer changes."""
-        return self._in_float32 and is_low(parameter) and parameter.grad is not None
+        is_copied = self.home is not None or (self._in_float32 and is_low(parameter))
+        return is_copied and parameter.grad is not None
 
     def _is_cut(self, parameter: Tensor) -> bool:
         own = local_of(parameter)
@@ -267,19 +280,22 @@ class UpdatedParts:
             if is_cut:
                 own = gradient if spec is None else part_as(gradient, spec)
                 gradient = self._part_of(own.contiguous())
-            parameter.grad = gradient.to(updated.dtype)
+            parameter.grad = gradient.to(updated.device, updated.dtype, non_blocking=True)
         return other
 
     def _master_of(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The part in float32; where somebody has changed the parameter since, what it is now."""
+        """The copy of a part; where somebody has changed the parameter since, of what it is now."""
         known, own = self._masters.get(id(parameter)), local_of(part)
+        if self.home is not None:
+            own = own.to(self.home, copy=True)
+        wide = own.float() if is_low(own) else own
         if known is None or known.shape != part.shape:
-            updated = own.float()
+            updated = wide
         else:
             updated = part_as(known, part._spec) if isinstance(part, DividedTensor) else known
             changed = own != updated.to(own.dtype)
             if bool(changed.any()):
-                updated = torch.where(changed, own.float(), updated)
+                updated = torch.where(changed, wide, updated)
         master = divided_alike(updated, part) if isinstance(part, DividedTensor) else updated
         self._masters[id(parameter)] = master
         return master

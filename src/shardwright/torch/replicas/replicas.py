@@ -289,4 +289,17 @@ def _updated_parts(context: Context) -> UpdatedParts | None:
     same_rows = context.groups.replica if context.mesh.shard > 1 else context.groups.data
     group = same_rows if context.config.shard_optimizer_state else None
     in_float32 = low_precision(context.config) is not None
-    return UpdatedParts(group, in_float32=in_float32) if group is not None or in_float32 else None
+    home = torch.device("cpu") if updates_on_host(context) else None
+    if group is None and not in_float32 and home is None:
+        return None
+    return UpdatedParts(group, in_float32=in_float32, home=home)
+
+
+def updates_on_host(context: Context) -> bool:
+    """Whether updates are made in the host's memory (`offload_optimizer`)."""
+    if not context.config.offload_optimizer:
+        return False
+    if context.device.type == "cpu":
+        log.warning("offload_optimizer changes nothing on CPUs: their memory is the host's. Leave it out.")
+        return False
+    return True
