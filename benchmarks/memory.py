@@ -26,7 +26,7 @@ from torch import Tensor
 
 from check import Check
 from live_bytes import LiveBytes
-from models import Task, conv_net, gpt
+from models import Task, conv_net, gpt, with_adapters
 from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright_side import STAGES_PER_RANK, Ours
@@ -86,6 +86,8 @@ def measure_memory(*, quick: bool) -> list[Footprint]:
         *((2, net, {"pipeline": kind}) for kind in STAGES_PER_RANK),
         (2, net, {"pipeline": "1f1b", **full}),
         (4, net, {"pipeline": "1f1b"}),
+        *((2, with_adapters(gpt(width=512, layers=4)), {"pipeline": kind}) for kind in ("1f1b", "zb_h1")),
+        (2, with_adapters(gpt(width=512, layers=4)), {"pipeline": "1f1b", **full}),
     ]
     found: list[Footprint] = []
     for ranks, task, settings in cases[:1] if quick else cases:

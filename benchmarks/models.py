@@ -1,14 +1,24 @@
 """The models that are measured: plain PyTorch, a list of layers between a beginning and an end."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Layered", "Task", "conv_net", "empty_units", "equal_blocks", "even_stages", "gpt"]
+__all__ = [
+    "Layered",
+    "Task",
+    "conv_net",
+    "empty_units",
+    "equal_blocks",
+    "even_stages",
+    "gpt",
+    "with_adapters",
+]
 
 
 class Layered(nn.Module):
@@ -149,6 +159,18 @@ def equal_blocks(*, layers: int = 8, width: int = 256, length: int = 256, batch:
         return torch.randn(batch, length, width), torch.randn(batch, length, width)
 
     return Task(f"{layers} equal blocks", build, data, F.mse_loss)
+
+
+def with_adapters(task: Task) -> Task:
+    """The same GPT with LoRA of PEFT in all linear layers of its blocks; the rest is frozen."""
+    from peft import LoraConfig, get_peft_model  # few need it
+
+    settings = LoraConfig(r=8, target_modules=["qkv", "out", "up", "down"])
+
+    def build() -> Any:
+        return get_peft_model(task.build(), settings)
+
+    return replace(task, name=f"{task.name} with LoRA", build=build)
 
 
 # ---- a conv net

@@ -3,6 +3,7 @@
     python benchmarks/savings.py            # 32,000 and 128,000 words; moments in fewer bits
     python benchmarks/savings.py --quick    # 8,000
     python benchmarks/savings.py --only "smaller moments"
+    python benchmarks/savings.py --only adapters
 
 Each run has processes of its own, and AdamW. *Peak*: the most that the C library's heap has given out in a
 step with its update, above what was there before the model; of the rank that takes most. *CPU*: processor
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import shardwright.torch as sw
 from check import Check
 from live_bytes import HeapBytes
-from models import Layered, Task, gpt
+from models import Layered, Task, gpt, with_adapters
 from sections import Section, parser_for, run_sections
 from shardwright.testing import run_ranks
 from shardwright_side import Ours
@@ -53,6 +54,12 @@ _MOMENTS: list[tuple[str, int, dict[str, Any] | None]] = [
     *((f"2 stages, {kind}", 2, {"optimizer_state": kind, "pipeline": "1f1b"}) for kind in ("as_is", "8bit")),
     ("FSDP2", 2, None),
     *((f"shards, {kind}", 2, {"optimizer_state": kind, **_SHARDS}) for kind in ("as_is", "8bit")),
+]
+_ADAPTERS: list[tuple[str, int, dict[str, Any] | None]] = [
+    ("plain PEFT", 1, None),
+    ("one rank", 1, {"plan_one_stage": True}),
+    ("2 stages", 2, {"pipeline": "1f1b"}),
+    ("shards", 2, _SHARDS),
 ]
 _LEARNT = 400  # steps
 _SEEDS = 3
@@ -227,7 +234,34 @@ def smaller_moments(options: Any) -> Section:
     return figures, checks
 
 
-_SECTIONS = {"large vocabularies": large_vocabularies, "smaller moments": smaller_moments}
+def adapters(options: Any) -> Section:
+    """LoRA beside frozen weights, by PEFT alone and on ranks; the last row trains all weights."""
+    task = gpt(layers=4, width=512, vocab=8_000, length=128, batch=4)
+    lora = with_adapters(task)
+    rows = [["", "peak, MiB", "predicted", "CPU s", "of plain PEFT"]]
+    found: dict[str, Taken] = {}
+    all_weights = ("one rank, all weights", 1, {"plan_one_stage": True})
+    for name, ranks, settings in _ADAPTERS[:2] if options.quick else [*_ADAPTERS, all_weights]:
+        trained = task if name == all_weights[0] else lora
+        taken = max(run_ranks(_taken, ranks, trained, settings, timeout_s=600), key=lambda it: it.peak)
+        found[name] = taken
+        predicted = "" if taken.predicted_peak is None else f"{taken.predicted_peak / 2**20:.0f}"
+        share = f"{taken.cpu_s / found['plain PEFT'].cpu_s:.2f}"
+        rows.append([name, f"{taken.peak / 2**20:.0f}", predicted, f"{taken.cpu_s:.2f}", share])
+        print(" | ".join(rows[-1]), flush=True)
+    ours, plain = found["one rank"], found["plain PEFT"]
+    checks = [
+        Check(section="L", what="peak, of plain PEFT", value=ours.peak / plain.peak, target=1.05),
+        Check(section="L", what="CPU s, of plain PEFT", value=ours.cpu_s / plain.cpu_s, target=1.05),
+    ]
+    return {f"{task.name}, 8,000 words, 4 x 128 tokens in {_MICROBATCHES} microbatches": rows}, checks
+
+
+_SECTIONS = {
+    "large vocabularies": large_vocabularies,
+    "smaller moments": smaller_moments,
+    "adapters": adapters,
+}
 
 
 def main() -> int:

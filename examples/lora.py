@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright.torch as sw
+from shardwright.integrations.peft import save_adapter
 
 
 def main():
@@ -32,9 +33,8 @@ def main():
         optimizer.step()
         if step % 20 == 19 and sw.rank() == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
-    state = model.state_dict()  # on all ranks
+    save_adapter(model, "adapter")  # on all ranks; PeftModel.from_pretrained(base, "adapter") loads it
     if sw.rank() == 0:
-        model.module.save_pretrained("adapter", state_dict=state)
         print("saved adapter")
     sw.shutdown()
 

@@ -119,6 +119,10 @@ ROWS: dict[str, Runs | str] = {
     "collectives.md-2": "the choices for GPUs: tests/one_gpu.py",
     "commands.md-0": Runs("import torch\ndef GPT(layers): return layers", "assert build()[0] == 48", ranks=1),
     "context_parallelism.md-2": "a part of a forward",
+    "ecosystem.md-0": Runs(
+        "import warnings\nwarnings.simplefilter('ignore', FutureWarning)  # of PEFT to transformers",
+        "from pathlib import Path\nassert list(Path('merged').glob('*.safetensors'))",
+    ),
     "estimator.md-0": "starts a job of two hosts: tests/unit/launch/test_estimator.py",
     "estimator.md-1": "names Slurm, Kubernetes and Ray: tests/e2e",
     "launch.md-0": "starts ranks from a notebook: tests/ecosystem/test_notebook.py runs quickstart.ipynb",

@@ -181,7 +181,7 @@ class Trainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the whole model for ``from_pretrained``; call it on all ranks."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        self._save(folder, state_dict=_tied(self._spread_model()))
+        self._save(folder, state_dict=_saved_state(self._spread_model()))
         sw.barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -210,9 +210,12 @@ class Trainer(transformers.Trainer):
         folder, model = Path(str(self.state.best_model_checkpoint)), self._spread_model()
         files = sorted(folder.glob("model*.safetensors"))
         adapter = folder / "adapter_model.safetensors"
-        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
         if adapter.is_file():
-            state = _of_adapter(model, load_file(adapter))
+            from shardwright.integrations.peft import load_adapter
+
+            load_adapter(model, folder)
+            return
+        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
         if not state:
             raise UsageError(
                 f"load_best_model_at_end: {folder} has neither model*.safetensors nor {adapter.name}. Save "
@@ -244,23 +247,17 @@ class Trainer(transformers.Trainer):
                 )
 
 
-def _tied(model: sw.DistributedModel) -> dict[str, Any]:
-    """The whole model's state; names of one parameter have one tensor, of which a file gets one name."""
+def _saved_state(model: sw.DistributedModel) -> dict[str, Any]:
+    """The whole model's state, with one tensor for the names of one parameter; of adapters, theirs alone."""
+    if hasattr(model.get_module(), "peft_config"):
+        from shardwright.integrations.peft import adapter_state
+
+        return adapter_state(model)
     state = model.state_dict()
     first: dict[int, str] = {}
     for name, parameter in model.get_module().named_parameters(remove_duplicate=False):
         state[name] = state[first.setdefault(id(parameter), name)]
     return state
-
-
-def _of_adapter(model: sw.DistributedModel, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The saved tensors of an adapter under the names of the model, which have the adapter's own in them."""
-    from peft import get_peft_model_state_dict
-
-    whole = model.state_dict()
-    names = {id(tensor): name for name, tensor in whole.items()}
-    short = get_peft_model_state_dict(model.get_module(), state_dict=whole)
-    return {names[id(tensor)]: saved[name] for name, tensor in short.items()}
 
 
 def _joined(item: Any) -> Any:

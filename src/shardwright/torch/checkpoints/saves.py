@@ -119,7 +119,8 @@ def documents_of_run(plan: Plan | None, module: nn.Module) -> dict[str, bytes]:
     if ties := _ties(module):
         documents[TIES] = json.dumps(ties).encode()
     to_json = getattr(getattr(module, "config", None), "to_json_string", None)
-    if callable(to_json):  # of a Hugging Face model
+    is_adapted = hasattr(module, "peft_config")  # it shows the settings of its base model, under other names
+    if callable(to_json) and not is_adapted:  # of a Hugging Face model
         try:
             text = to_json(use_diff=False)
         except TypeError:  # not that of transformers
