@@ -221,12 +221,15 @@ class _ClosedForms:
             self.cluster, num_ranks=grids[0].world_size, memory_bytes=limit, pace=self.pace
         )
         precision = BF16 if self._in_16_bits else FP32
+        precision = precision.with_moments(2 * MOMENT_BYTES[self.config.optimizer_state])
+        if self.config.offload_optimizer and not self.cluster.cores_per_node:
+            precision = precision._replace(optimizer=0.0)
         prices = chain_prices(
             _cut_where_least_crosses(self.chain, grids[0].pipeline),
             replace(ways, recompute=float(again), offload=float(offload)),
             kinds,
             between,
-            precision=precision.with_moments(2 * MOMENT_BYTES[self.config.optimizer_state]),
+            precision=precision,
             width=int(ways.width),
         )
         return self._seconds(prices.seconds, ways, grids), _ROOM * prices.num_bytes.total - prices.limit

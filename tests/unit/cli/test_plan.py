@@ -85,6 +85,26 @@ nodes:
 """
 
 
+@pytest.mark.parametrize(
+    ("settings", "of_parameters"),
+    [
+        ((), 2.0),
+        (("optimizer_state=bf16",), 1.0),
+        (("optimizer_state=8bit",), 2 * 65 / 64 / 4),
+        (("offload_optimizer=true",), 0.0),
+    ],
+)
+def test_plans_count_the_moments_where_they_are(capsys, settings, of_parameters):
+    words = ["plan", "-n", 2, "cli.models:build", "--cluster", "p4d.24xlarge", "--json"]
+    for setting in settings:
+        words += ["--set", setting]
+    code, out, _ = call(capsys, *words)
+    assert code == 0
+    for of_rank in json.loads(out)["prediction"]["memory"]:
+        expected = pytest.approx(of_parameters * of_rank["parameters_bytes"], abs=2)
+        assert of_rank["optimizer_bytes"] == expected
+
+
 def test_a_model_that_this_machine_could_not_hold(capsys, tmp_path):
     (tmp_path / "machine.yaml").write_text(MACHINE.replace("SIZE", "4TiB"))
     (tmp_path / "settings.yaml").write_text("microbatches: 8\npipeline: 1f1b\n")

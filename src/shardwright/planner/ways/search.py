@@ -339,10 +339,7 @@ def _unpinned(task: Task) -> list[str]:
             hint = " (2: full)" if name == "recompute" and value != Recompute.FULL else ""
             found.append(f"Leave {name} to the search (now {value}){hint}.")
     if task.only_what_runs and _any_fits(replace(task, only_what_runs=False)):
-        found.append(
-            "Experts shared beside shards, or offload of optimizer state, which this version does not run "
-            "yet."
-        )
+        found.append("Experts shared beside shards, which this version does not run yet.")
     return found
 
 

@@ -27,7 +27,7 @@ from shardwright.costs import (
     Sharded,
 )
 from shardwright.errors import ConfigError
-from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
+from shardwright.planner.ways.task import Task, runs_experts, runs_shards
 
 NAMES = tuple(field.name for field in fields(Options))
 """Of the options."""
@@ -253,9 +253,7 @@ def _placements(task: Task, pipeline: int, data: int) -> list[int]:
 
 
 def _chosen(task: Task, name: str, values: Iterable[int]) -> list[int]:
-    """The values that pins and this version allow."""
-    if task.only_what_runs:
-        values = [value for value in values if not does_not_run(name, value)]
+    """The values that pins allow."""
     return [value for value in values if _pinned(task, name, value)]
 
 
@@ -283,11 +281,6 @@ def _check_pins(task: Task) -> None:
         if name == "kept_layers" and (isinstance(task.model, LayerChain) or value > task.layers):
             what = "a chain of layers" if isinstance(task.model, LayerChain) else f"{task.layers} layers"
             raise ConfigError(f"kept_layers is {value}, but {task.model.name} is {what}. Unpin it.")
-        if task.only_what_runs and does_not_run(name, value):
-            raise ConfigError(
-                f"{name} is {value}, but this version does not run {NOT_RUN_YET[name]}. Unpin it, or search "
-                "all ways."
-            )
 
 
 _MAY_BE_ZERO = frozenset(

@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from shardwright.costs import (
     FP32,
     Calibration,
     KindOfRank,
-    Offload,
     Options,
     Precision,
     Rates,
@@ -33,14 +31,6 @@ from shardwright.text import shown
 MOST_BATCH = 10_000_000
 _MOST_SEQUENCE = 100_000_000
 _MOST_FROZEN_BYTES = 8
-
-NOT_RUN_YET: Mapping[str, str] = MappingProxyType({"offload": "offload of optimizer state"})
-"""Options that are priced, and that the runtime of this version does not have: see `does_not_run`."""
-
-
-def does_not_run(name: str, value: float) -> bool:
-    """Whether the runtime lacks an option at this value: offload of optimizer state."""
-    return name == "offload" and value == Offload.OPTIMIZER
 
 
 def runs_shards(kind: Sharded, *, shard: float, data: float) -> bool:
@@ -81,7 +71,7 @@ class Task:
         trained: share of the parameters that is trained; the others are frozen, as beside adapters. A
             chain of layers says itself which.
         frozen_bytes: bytes of a frozen parameter: 0.5 in 4 bits; None: as of the dtype.
-        only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
+        only_what_runs: leave out what this version's runtime does not have.
         operable: leave out degrees that nobody would operate: powers of two, and over several nodes at least
             two replicas, are left.
         pins: options that are given, by their names in `shardwright.costs.Options`.

@@ -29,7 +29,7 @@ from shardwright.costs import (
     transformer_fit,
     transformer_prices,
 )
-from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
+from shardwright.planner.ways.task import Task, runs_experts, runs_shards
 from shardwright.quantities import format_bytes, format_seconds
 
 _ROWS_OF_BLOCK = 2**14
@@ -218,7 +218,7 @@ class Way:
     def not_run_yet(self) -> list[str]:
         """Parts of it that this version's runtime does not have."""
         o = self.options
-        found = [text for name, text in NOT_RUN_YET.items() if does_not_run(name, getattr(o, name))]
+        found = []
         kind = Sharded(int(o.sharded))
         alike = o.data // o.expert_samples if o.same_experts else o.data
         if not runs_shards(kind, shard=o.shard, data=alike):
@@ -281,6 +281,8 @@ class Way:
             found["activation_checkpointing"] = "auto" if o.kept_layers else "full"
         if o.offload == Offload.ACTIVATIONS:
             found["offload_activations"] = True
+        elif o.offload == Offload.OPTIMIZER:
+            found["offload_optimizer"] = True
         if self.optimizer_state != "as_is":
             found["optimizer_state"] = self.optimizer_state
         return found

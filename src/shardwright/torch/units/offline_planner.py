@@ -132,12 +132,14 @@ class OfflinePlanner:
 
     def _plan(self, mesh: Mesh, candidates: Candidates, config: Config) -> Plan:
         copies = 0 if low_precision(self._config) is None else 1
+        moments = 2 * MOMENT_BYTES[self._config.optimizer_state] / MOMENT_BYTES["as_is"]
+        on_host = self._config.offload_optimizer and not self._cluster.cores_per_node
         plan = make_plan(
             candidates,
             cluster=self._cluster,
             config=config,
             mesh=mesh,
-            optimizer_factor=copies + 2 * MOMENT_BYTES[self._config.optimizer_state] / MOMENT_BYTES["as_is"],
+            optimizer_factor=0.0 if on_host else copies + moments,
             division=self._division(mesh, config, pipeline=mesh.pipeline) if mesh.share > 1 else None,
         )
         notes = self._assumptions(mesh)
