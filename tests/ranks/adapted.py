@@ -8,7 +8,18 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 
-__all__ = ["Kept", "gpt2", "llama", "outputs", "train_both", "train_each", "with_adapter"]
+__all__ = [
+    "Kept",
+    "batch",
+    "gpt2",
+    "llama",
+    "loss_of",
+    "optimizer_of",
+    "outputs",
+    "train_both",
+    "train_each",
+    "with_adapter",
+]
 
 WORDS, STEPS = 96, 2
 
@@ -89,6 +100,10 @@ def train_both(
             own = batch(step).chunk(sw.rdp_size())[sw.rdp_rank()]
             found.append(train(model, own).reduce_mean().item())
             optimizer.step()
+        ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        if (reducer := model.replicas._reducer) is not None:
+            assert reducer.parameter_ids <= ids  # nothing of frozen weights is summed
+        assert {id(parameter) for parameter in optimizer.state} <= ids
         wanted, gradients = dict(plain.named_parameters()), 0.0
         for name, parameter in model.local_named_parameters():
             if not parameter.requires_grad:

@@ -1,5 +1,6 @@
 """Adapters of PEFT train on any plan as in one process, and are saved, loaded and merged alone."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -125,3 +126,45 @@ def test_adapters_train_as_in_one_process_and_come_back(tmp_path: Path) -> None:
     )
     for name, (_, _, limit) in CASES.items():
         check([each[name] for each in kept], limit)
+
+
+def refused(folder: Path) -> list[str]:
+    """What is said to adapters that do not fit, and whether one is taken before the first step."""
+    import shardwright.torch as sw
+    from shardwright.errors import UsageError
+    from shardwright.integrations.peft import adapter_state, load_adapter, save_adapter
+
+    said, states = [], []
+    for settings in ({}, {"r": 8}, {"lora_alpha": 99}, {"target_modules": ["q_proj", "o_proj"]}, None, {}):
+        sw.init({"run_dir": "off"})
+        model = sw.DistributedModel(llama() if settings is None else with_adapter(llama(), **settings))
+        try:
+            if states:
+                load_adapter(model, folder)
+            else:
+                save_adapter(model, folder)
+            states.append(adapter_state(model))
+            if len(states) == 1:
+                load_adapter(model, folder / "nothing")
+        except UsageError as error:
+            said.append(str(error))
+        finally:
+            sw.shutdown()
+    first, last = states
+    assert all(torch.equal(tensor, last[name]) for name, tensor in first.items())
+    return said
+
+
+def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
+    (said,) = run_ranks(refused, 1, tmp_path / "adapter", timeout_s=120, env={"HF_HUB_OFFLINE": "1"})
+    expected = [
+        "nothing has no adapter_config.json",
+        r"of shape \(4, 64\), here \(8, 64\) \(and 15 more differ\)",
+        "has lora_alpha 8, and that of this model 99",
+        "which this model lacks",
+        "is no wrapped model of PEFT",
+    ]
+    assert len(said) == len(expected)
+    for words, pattern in zip(said, expected, strict=True):
+        assert re.search(pattern, words), words
+        assert "\n" not in words

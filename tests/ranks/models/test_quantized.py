@@ -1,11 +1,12 @@
 """Base weights in 4 or 8 bits stay as they are on any number of ranks, and adapters train beside them."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adapted import Kept, llama, train_each, with_adapter
+from adapted import Kept, batch, llama, loss_of, optimizer_of, train_each, with_adapter
 from torch import Tensor, nn
 
 import shardwright.torch as sw
@@ -179,3 +180,39 @@ def test_what_would_cut_cast_or_train_them_is_refused(build: Any, settings: Any,
     (first, *_) = run_ranks(refusal, 2, build, settings, timeout_s=60)
     assert first
     assert re.search(remedy, first)
+
+
+def resumed(folder: str, settings: dict[str, Any], steps: int) -> list[float]:
+    """The losses of some steps behind a checkpoint, which there may be; leaves one."""
+    sw.init({"run_dir": "off", "microbatches": 2, "profile": "estimated", **settings})
+    try:
+        model = sw.DistributedModel(in_bytes())
+        optimizer = sw.DistributedOptimizer(optimizer_of(model))
+        checkpoints = sw.Checkpoints(folder, asynchronous=False, signals=())
+
+        @sw.step
+        def train(model: Any, ids: Tensor) -> Tensor:
+            loss = loss_of(model, ids)
+            model.backward(loss)
+            return loss
+
+        first, losses = checkpoints.resume(), []
+        for step in range(first, first + steps):
+            optimizer.zero_grad()
+            losses.append(train(model, batch(step)).reduce_mean().item())
+            optimizer.step()
+        checkpoints.save(first + steps)
+        checkpoints.close()
+        return losses
+    finally:
+        sw.shutdown()
+
+
+def test_a_run_resumes_with_other_degrees(tmp_path: Path) -> None:
+    """Two steps on two stages and two more on one rank are four steps on one rank."""
+    apart = [
+        *run_ranks(resumed, 2, tmp_path / "apart", {"pipeline_parallel_degree": 2}, 2, timeout_s=120)[0],
+        *run_ranks(resumed, 1, tmp_path / "apart", {}, 2, timeout_s=120)[0],
+    ]
+    (together,) = run_ranks(resumed, 1, tmp_path / "together", {}, 4, timeout_s=120)
+    assert apart == pytest.approx(together, rel=1e-4)
