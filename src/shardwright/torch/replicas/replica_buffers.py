@@ -203,8 +203,8 @@ class UpdatedParts:
         return range(min(self._rank * size, numel), min((self._rank + 1) * size, numel))
 
     def master(self, parameter: Tensor) -> Tensor | None:
-        """The float32 copy of the part that this rank updates, if any, of a parameter in 16 bits."""
-        return self._masters.get(id(parameter)) if is_low(parameter) else None
+        """The float32 copy of the part that this rank updates, if any."""
+        return self._masters.get(id(parameter))
 
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Restores a float32 copy from its saved one."""
@@ -284,18 +284,22 @@ class UpdatedParts:
         return other
 
     def _master_of(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The copy of a part; where somebody has changed the parameter since, of what it is now."""
+        """The part in float32; where somebody has changed the parameter since, what it is now.
+
+        What has more than 16 bits is copied to the host's memory for the update alone.
+        """
         known, own = self._masters.get(id(parameter)), local_of(part)
         if self.home is not None:
             own = own.to(self.home, copy=True)
-        wide = own.float() if is_low(own) else own
+        if not is_low(own):
+            return divided_alike(own, part) if isinstance(part, DividedTensor) else own
         if known is None or known.shape != part.shape:
-            updated = wide
+            updated = own.float()
         else:
             updated = part_as(known, part._spec) if isinstance(part, DividedTensor) else known
             changed = own != updated.to(own.dtype)
             if bool(changed.any()):
-                updated = torch.where(changed, wide, updated)
+                updated = torch.where(changed, own.float(), updated)
         master = divided_alike(updated, part) if isinstance(part, DividedTensor) else updated
         self._masters[id(parameter)] = master
         return master
