@@ -17,6 +17,7 @@ say so.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -175,13 +176,16 @@ def _estimate(graph: ModelGraph, node: Node, rates: RankRates, overhead_s: float
     price = rates.price(work)
     call_s = overhead_s * (node.kind == "unit")
     has_backward = any(spec.requires_grad for spec in outputs)
-    trained = any(parameter.spec.requires_grad and not parameter.is_buffer for parameter in held)
+    sizes = [(p.spec.requires_grad, prod(p.spec.shape)) for p in held if not p.is_buffer]
+    trained = any(requires_grad for requires_grad, _ in sizes)
+    frozen = sum(size for requires_grad, size in sizes if not requires_grad)
+    of_frozen = price.weight * frozen / max(1, sum(size for _, size in sizes))
     # One that leaves nothing for later stays in one piece, as under autocast.
     is_split = has_backward and trained and node.flops and node.kind == "unit" and node.weight_bytes != 0
     return UnitCost(
         forward_s=price.forward + call_s,
-        backward_s=price.backward + 2 * call_s if has_backward else 0.0,
-        weight_s=price.weight if is_split else 0.0,
+        backward_s=price.backward - of_frozen + 2 * call_s if has_backward else 0.0,
+        weight_s=price.weight - of_frozen if is_split else 0.0,
         saved_bytes=node.saved_bytes,
         work_bytes=node.work_bytes,
         weight_bytes=node.weight_bytes,

@@ -352,7 +352,9 @@ def cost_class(func: Any, kind: str, fakes: list[Any]) -> str:
 
 def _describe(item: Any) -> str:
     if isinstance(item, Tensor):
-        return str(spec_of(item))
+        # A norm keeps nothing of what is behind frozen layers alone.
+        without = item.is_floating_point() and not item.requires_grad
+        return f"{spec_of(item)} without gradient" if without else str(spec_of(item))
     if item is None or isinstance(item, bool | int | float | str | torch.dtype):
         return repr(item)
     if isinstance(item, slice) and all(type(each) in _BOUNDS for each in (item.start, item.stop, item.step)):
