@@ -90,6 +90,8 @@ def _terms(call: Call) -> tuple[tuple[int, ...], ...]:
 
 def _keeps_all_digits(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether rounding first and adding then is as exact: summands rounded to 16 bits are not."""
+    if target.is_floating_point and target.itemsize == 1:  # 8 bits, which PyTorch promotes to nothing
+        return False
     return torch.promote_types(source, target) == target and target != torch.bool
 
 
