@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import Kept, gpt2, llama, outputs, train_each, with_adapter
+from adapted import (
+    Kept,
+    batch,
+    gpt2,
+    llama,
+    loss_of,
+    optimizer_of,
+    outputs,
+    train_each,
+    with_adapter,
+)
 from torch import Tensor
 
 from shardwright.testing import run_ranks
@@ -168,3 +178,38 @@ def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
     for words, pattern in zip(said, expected, strict=True):
         assert re.search(pattern, words), words
         assert "\n" not in words
+
+
+def copies_in_float32(settings: Mapping[str, Any]) -> tuple[int, int, list[float]]:
+    """Bytes of the copies that updates are made in, those of the adapters here, and some losses."""
+    import shardwright.torch as sw
+
+    sw.init({"microbatches": 2, "profile": "estimated", "run_dir": "off", "bf16": True, **settings})
+    try:
+        model = sw.DistributedModel(with_adapter(llama()).train())
+        optimizer = sw.DistributedOptimizer(optimizer_of(model))
+
+        @sw.step
+        def train(model: Any, ids: Tensor) -> Tensor:
+            loss = loss_of(model, ids)
+            model.backward(loss)
+            return loss
+
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            losses.append(train(model, batch(0)).reduce_mean().item())
+            optimizer.step()
+        parts = model.replicas.updated_parts
+        trained = [p for p in model.local_parameters() if p.requires_grad]
+        local = sum(getattr(each, "local", each).numel() for each in trained)
+        return 0 if parts is None else parts.num_bytes, 4 * local, losses
+    finally:
+        sw.shutdown()
+
+
+def test_frozen_weights_in_16_bits_have_no_copies_in_float32() -> None:
+    for settings in (STAGES, SHARDS):
+        for copies, expected, losses in run_ranks(copies_in_float32, 2, settings, timeout_s=120):
+            assert copies == expected > 0
+            assert losses[-1] < losses[0]

@@ -54,8 +54,10 @@ def take_apart_quantized(module: nn.Module, current: Context) -> None:
     for path, inner in list(module.named_modules()):
         for name, weight in list(inner._parameters.items()):
             where = f"{path}.{name}" if path else name
-            taken = None if weight is None else _taken_apart(weight, where)
-            if weight is None or taken is None:
+            if weight is None or (weight.requires_grad and current.mesh.world_size == 1):
+                continue  # one rank trains it as PyTorch does
+            taken = _taken_apart(weight, where)
+            if taken is None:
                 continue
             _refuse_unfit(weight, where, current)
             parts = known.setdefault(id(weight), _PartsOfWeight(*taken))  # a tie has one
