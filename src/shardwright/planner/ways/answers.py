@@ -50,6 +50,12 @@ def reasons(answer: Answer) -> list[str]:
     ]
     if answer.alternatives:
         found.append(f"The next best with other degrees: {difference(best, answer.alternatives[0])}.")
+        faster = 1 - min(way.step_s for way in answer.alternatives) / best.step_s
+        if faster > 0:
+            found.append(
+                f"The fastest takes {faster:.1%} less: ways within {NEAR_TIE - 1:.0%} may change places in "
+                "practice, so the one with the fewest parts, and memory to spare, is best."
+            )
     found.append(f"Of a step: {_parts(best)}.")
     texts = [f"{what} {share:.1%}" for what, share in sensitivities(task, best).items() if share > _FELT]
     if texts:
