@@ -92,7 +92,8 @@ def parse_inventory(text: str) -> Inventory:
             )
         kind = kind_called(match["name"])
         if match["network"]:
-            kind = replace(kind, network_Bps=_rate(match["network"]))
+            rate = match["network"].strip()
+            kind = replace(kind, name=f"{kind.name}@{rate}", network_Bps=_rate(rate))
         nodes.append((kind, _number(match["number"], text)))
     return Inventory(name=" + ".join(f"{kind.name} x {number}" for kind, number in nodes), nodes=tuple(nodes))
 

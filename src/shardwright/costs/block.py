@@ -151,7 +151,7 @@ class _Rank(RankRates):
 def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> BlockSeconds:
     rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
     of_weights = _Rank(
-        np.where(np.asarray(options.float8) > 0, rates.float8_flops_per_s, rates.flops_per_s),
+        np.where(options.float8, np.maximum(rates.float8_flops_per_s, rates.flops_per_s), rates.flops_per_s),
         rates.memory_Bps,
         reached,
         options.width,
@@ -273,7 +273,7 @@ def _context(
         rates,
         reached,
         ranks=c,
-        stride=options.tensor,
+        stride=options.inner_stride,
         link_share=reached.link,
         network_share=reached.reduce_network,
     )
@@ -288,13 +288,13 @@ def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies,
     A tensor parallel rank sends its own part of the tokens. One goes once to each node with experts of
     it, and inside of a node to each of them.
     """
-    e, stride = options.expert, options.tensor
+    e, stride = options.expert, options.inner_stride
     inside = inside_of_node(rates, ranks=e, stride=stride)
     nodes, chosen = np.maximum(1.0, e / inside), shape.experts_per_token
     others = (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen)
     num_bytes = options.width * tokens * shape.hidden / _divided(options)
     network = network_rate(rates, reached, ranks=e, stride=stride) * reached.exchange / rates.per_node
-    near = num_bytes * chosen * (e - 1) / e / (rates.link_Bps * reached.link)
+    near = num_bytes * chosen * (inside - 1) / inside / (rates.link_Bps * reached.link)
     latency = np.where(nodes > 1, rates.network_latency_s, rates.link_latency_s) * np.log2(np.maximum(e, 1.0))
     once = np.maximum(num_bytes * others / network, near) + latency
     return np.where(e > 1, 2 * (1 - shape.dense) * once, 0.0)

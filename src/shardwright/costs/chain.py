@@ -389,7 +389,7 @@ def _offload_seconds(
     """Transfers of activations to the host and back, beyond what computing hides."""
     o = group.options
     once = 2 * o.microbatch * _kept(chain, group).max() * width / np.maximum(rates.host_Bps, 1.0)
-    beyond = np.maximum(0.0, once - np.maximum(0.0, 1 - reached.overlap) * computing)
+    beyond = np.maximum(0.0, once - reached.overlap * computing)
     return np.where(o.offload == Offload.ACTIVATIONS, beyond, 0.0)
 
 

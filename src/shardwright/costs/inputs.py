@@ -175,7 +175,7 @@ class Options(Columns):
     def shard_stride(self) -> Numbers:
         """Ranks from one of a shard group to the next."""
         apart = np.asarray(self.same_experts) > 0
-        return self.replica_stride * np.where(apart, self.expert_samples, 1.0)
+        return np.where(apart, self.replica_stride * self.expert_samples, self.inner_stride)
 
     @property
     def expert_samples(self) -> Numbers:
@@ -187,6 +187,11 @@ class Options(Columns):
         """Ranks from one replica of a rank to the next."""
         inner = np.where(np.asarray(self.placement) == Placement.DPT, self.pipeline, 1.0)
         return self.tensor * self.context * inner
+
+    @property
+    def inner_stride(self) -> Numbers:
+        """Ranks from one of those that share a sequence, or experts, to the next."""
+        return self.replica_stride / self.context
 
     @property
     def pipeline_span(self) -> Numbers:

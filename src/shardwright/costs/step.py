@@ -203,7 +203,7 @@ def shard_seconds(
 def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Sums over replicas once a step: of what a rank keeps, or a reduce-scatter and a gather of it."""
     # Ranks that share a sequence have parts of the same gradients, too.
-    stride = options.replica_stride / options.context
+    stride = options.inner_stride
     divided = options.sharded >= Sharded.GRADIENTS
     shard = np.where(divided, options.shard, 1.0)
     replicas = options.data * options.context / shard
@@ -233,5 +233,5 @@ def _offload_seconds(
 ) -> Numbers:
     """Transfers of a block's activations to the host and back, beyond what computing hides."""
     once = 2 * kept_bytes(shape, options) / np.maximum(rates.host_Bps, 1.0)
-    beyond = np.maximum(0.0, once - np.maximum(0.0, 1 - reached.overlap) * block.free)
+    beyond = np.maximum(0.0, once - reached.overlap * block.free)
     return np.where(options.offload == Offload.ACTIVATIONS, beyond, 0.0)

@@ -179,7 +179,7 @@ def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: An
             | {"priced": answer.num_priced, "ideal": None if ideal is None else ideal.to_dict()}
         )
     else:
-        show_text(_text(answer, ideal))
+        show_text(_text(task, answer, ideal, objective))
     if plan is not None:
         from shardwright.observe.plan_text import title_of
 
@@ -199,14 +199,13 @@ def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
         return search_all(task, objective=objective)  # type: ignore[arg-type]
 
     answer = widened(task, found)
-    if not answer.task.only_what_runs:
+    if not answer.task.only_what_runs or objective == "batch":
         return answer, None
     ideal = found(replace(task, only_what_runs=False, operable=False)).best
     best = answer.best
     gains = {
         "speed": ideal.step_s / best.step_s,
         "memory": ideal.peak_bytes / best.peak_bytes,
-        "batch": best.options.global_batch / ideal.options.global_batch,
     }
     return answer, ideal if gains[objective] < _FELT else None
 
@@ -240,7 +239,8 @@ def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
         return best_plan(answer, make, progress=lambda done, total: phase.update(done, total=total))
 
 
-def _text(answer: "Answer", ideal: "Way | None") -> str:
+def _text(asked: "Task", answer: "Answer", ideal: "Way | None", objective: str) -> str:
+    from shardwright.costs import FLOAT8
     from shardwright.planner.ways.answers import ideal_text, not_run_text, reasons
 
     task, best = answer.task, answer.best
@@ -261,22 +261,31 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
         f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}\n{head}",
         align(steps),
         "\n".join(reasons(answer)),
-        _ways_table(task, [best, *answer.alternatives, *others]),
+        _ways_table(task, [best, *answer.alternatives, *others], ideal),
         _LEGEND,
     ]
     if ideal is not None:
-        parts.append(ideal_text(best, ideal))
+        parts.append(ideal_text(best, ideal, objective=objective))
     elif starred := [way for way in (best, *answer.alternatives) if way.not_run_yet]:
         parts.append(not_run_text(starred))
     if not best.not_run_yet:
         parts.append(f"settings: {{{settings}}}")
+    if asked.only_what_runs and not task.only_what_runs:
+        parts.append("Nothing that this version runs fits: these are all ways.")
+    elif asked.operable and not task.operable:
+        parts.append("No way fits whose degrees are powers of two, with two replicas over several nodes.")
+    if task.dtype == FLOAT8:
+        parts.append(
+            "Products in 8 bits: torchao's convert_to_float8_training(model), before DistributedModel."
+        )
     return "\n\n".join(parts)
 
 
 def _tell_how_many(task: "Task", tokens: float, days: float | None, *, as_json: bool) -> None:
     from shardwright.observe.console import Console
-    from shardwright.planner.ways.answers import cheapest, offers
+    from shardwright.planner.ways.answers import cheapest, check_offers, offers
 
+    check_offers(task, tokens)
     deadline_s = None if days is None else days * _DAY_S
     with Console().phase("searching on each number of nodes") as phase:
         found = offers(
@@ -317,7 +326,7 @@ _LEFT_OUT_FIRST = ("TFLOP/s/GPU", "tok/s/GPU", "samples/s/GPU", "schedule", "rec
 _GAP = 2
 
 
-def _ways_table(task: "Task", ways: Sequence["Way"]) -> str:
+def _ways_table(task: "Task", ways: Sequence["Way"], ideal: "Way | None") -> str:
     """A row for each way.
 
     Degrees are those of a rank's groups: tensor (TP), pipeline (PP), stages of a rank (VP), context (CP),
@@ -325,7 +334,9 @@ def _ways_table(task: "Task", ways: Sequence["Way"]) -> str:
     marks what this version does not run.
     """
     width = shutil.get_terminal_size().columns
-    columns = [[title, *(cell(way) for way in ways)] for title, cell in _columns(task, ways[0]).items()]
+    columns = [
+        [title, *(cell(way) for way in ways)] for title, cell in _columns(task, ways[0], ideal).items()
+    ]
     usual = [column for column in columns if set(column[1:]) <= _USUAL]
     known = {column[0]: column for column in columns}
     for column in [*usual, *(known[name] for name in _LEFT_OUT_FIRST if name in known)]:
@@ -339,7 +350,7 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
     return sum(max(map(len, column)) for column in columns) + _GAP * (len(columns) - 1)
 
 
-def _columns(task: "Task", best: "Way") -> dict[str, Callable[["Way"], str]]:
+def _columns(task: "Task", best: "Way", ideal: "Way | None") -> dict[str, Callable[["Way"], str]]:
     from shardwright.costs import Offload, Recompute
 
     def recomputed(way: "Way") -> str:
@@ -353,7 +364,7 @@ def _columns(task: "Task", best: "Way") -> dict[str, Callable[["Way"], str]]:
     ranks, unit = task.machines.num_ranks, "tok" if task.unit == "tokens" else task.unit
     each = "core" if any(kind.cores for kind, _ in task.machines.nodes) else "GPU"
     return {
-        "": lambda way: "*" if way.not_run_yet else "",
+        "": lambda way: "*" if way.not_run_yet or way is ideal else "",
         "TP": degree("tensor"),
         "PP": degree("pipeline"),
         "VP": degree("virtual"),

@@ -66,16 +66,14 @@ def reasons(answer: Answer) -> list[str]:
         f"({share:.0%}): {best.memory_text}."
     )
     if best.not_run_yet:
-        found.append(
-            f"This version does not run {_listed(best.not_run_yet)} yet, and nothing that it runs fits."
-        )
+        found.append(f"This version does not run {_listed(best.not_run_yet)} yet.")
     return [*found, f"The times are {best.provenance}."]
 
 
-def ideal_text(best: Way, ideal: Way) -> str:
-    """The best of all ways beside the best that this version runs."""
+def ideal_text(best: Way, ideal: Way, *, objective: str = "speed") -> str:
+    """The best of all ways beside the best that this version runs, by what counts: speed or memory."""
     faster, smaller = 1 - ideal.step_s / best.step_s, best.peak_bytes - ideal.peak_bytes
-    gain = f"{faster:.1%} faster" if faster > 0 else f"{format_bytes(smaller)} smaller"
+    gain = f"{faster:.1%} faster" if objective == "speed" else f"{format_bytes(smaller)} smaller"
     why = (
         f"this version does not run {_listed(ideal.not_run_yet)} yet"
         if ideal.not_run_yet
@@ -123,7 +121,10 @@ def why_not(task: Task, pins: dict[str, int]) -> _Comparison:
         other = None
     if other is not None:
         second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
-        return _Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
+        missing = (
+            [f"This version does not run {_listed(other.not_run_yet)} yet."] if other.not_run_yet else []
+        )
+        return _Comparison(answer.best, other, True, (first, second, *_where(answer.best, other), *missing))
     closest = widened(pinned, least_memory)
     over = closest.peak_bytes - closest.limit_bytes
     if over <= 0:
@@ -185,6 +186,14 @@ class _Offer:
     dollars: float | None
 
 
+def check_offers(task: Task, tokens: float) -> None:
+    """Refuses what no offers can be made of."""
+    if len(task.machines.nodes) != 1:
+        raise UsageError("how many machines to take can be asked of one kind at a time. Name one kind.")
+    if not 0 < tokens < float("inf"):
+        raise UsageError(f"tokens is {tokens:g}, but it must be more than 0.")
+
+
 def offers(
     task: Task,
     *,
@@ -196,10 +205,7 @@ def offers(
 
     Of the numbers between the last that is too slow and the first that is in time, quarters are offered.
     """
-    if len(task.machines.nodes) != 1:
-        raise UsageError("how many machines to take can be asked of one kind at a time. Name one kind.")
-    if not 0 < tokens < float("inf"):
-        raise UsageError(f"tokens is {tokens:g}, but it must be more than 0.")
+    check_offers(task, tokens)
     _, most = task.machines.nodes[0]
     found: dict[int, _Offer] = {}
     refused: ConfigError | None = None
@@ -212,8 +218,9 @@ def offers(
             continue  # too little memory
         except ConfigError as error:
             refused = error  # for example, more replicas than the batch has samples
-    if not found and task.operable:
-        return offers(replace(task, operable=False), tokens=tokens, deadline_s=deadline_s, progress=progress)
+    if not found and (task.operable or task.only_what_runs):
+        wider = replace(task, operable=False, only_what_runs=task.operable and task.only_what_runs)
+        return offers(wider, tokens=tokens, deadline_s=deadline_s, progress=progress)
     if not found and refused is not None:
         raise refused
     if deadline_s is not None:
@@ -305,7 +312,7 @@ def best_plan(
         parts = " and ".join(answer.best.not_run_yet)
         raise PlanError(
             f"the best way ({answer.best.title}) needs {parts}, which this version does not run yet, and so "
-            "do those that are next. Add --only-what-runs."
+            "do those that are next. Leave --all-ways out."
         )
 
     begun = count(1)

@@ -18,7 +18,7 @@ from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.planner.ways.space import NAMES, all_ways, completed, meshes, num_ways, scheduled
 from shardwright.planner.ways.task import MOST_BATCH, Task
 from shardwright.planner.ways.way import Way, fits, memory_of, prices_of, way_of, with_least_recomputation
-from shardwright.quantities import format_bytes
+from shardwright.quantities import MOST_RANKS, format_bytes
 
 _Objective = Literal["speed", "memory"]
 _Found = TypeVar("_Found")
@@ -135,7 +135,7 @@ def _least_bytes(task: Task, some: Options) -> NDArray[np.float64]:
     corners = [
         replace(some, shard=most, sharded=float(kind), recompute=float(again), offload=float(offload))
         for kind in Sharded
-        for again in (Recompute.NONE, Recompute.FULL)
+        for again in Recompute
         for offload in Offload
     ]
     found: NDArray[np.float64] = np.min([memory_of(task, each)[0].total for each in corners], axis=0)
@@ -309,7 +309,8 @@ _LEAST_SEQUENCE = 128
 def _remedies(task: Task, closest: Way) -> list[str]:
     """One line for each thing that helps by itself, then the memory that would do."""
     found = _unpinned(task)
-    more = next((f for f in _FACTORS if _any_fits(_with_nodes(task, f))), None)
+    few_enough = [f for f in _FACTORS if f * task.machines.num_ranks <= MOST_RANKS]
+    more = next((f for f in few_enough if _any_fits(_with_nodes(task, f))), None)
     if more is not None:
         found.append(
             f"More machines: {more * task.machines.num_nodes} nodes (now {task.machines.num_nodes})."

@@ -48,7 +48,7 @@ def meshes(task: Task) -> Options:
     _check_pins(task)
     rows = list(_mesh_rows(task))
     if not rows and task.only_what_runs and next(_mesh_rows(replace(task, only_what_runs=False)), None):
-        raise ConfigError(_experts_do_not_run(task))
+        raise ConfigError(_does_not_run(task))
     if not rows:
         raise ConfigError(_contradiction(task))
     pins = task.pins
@@ -69,7 +69,7 @@ def meshes(task: Task) -> Options:
         return found
     runs = runs_experts(found, num_experts=task.experts)
     if not runs.any():
-        raise ConfigError(_experts_do_not_run(task))
+        raise ConfigError(_does_not_run(task))
     return found.take(np.flatnonzero(runs))
 
 
@@ -133,8 +133,10 @@ def _states(task: Task, data: int, context: int, expert: int) -> NDArray[np.floa
     return np.array(rows, dtype=float).reshape(len(rows), 4)
 
 
-def _experts_do_not_run(task: Task) -> str:
-    pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
+def _does_not_run(task: Task) -> str:
+    pins = " and ".join(pin_text(name, value) for name, value in task.pins.items())
+    if task.pins.get("expert", 1) == 1:
+        return f"this version runs no way with {pins}. Unpin one of them, or search all ways."
     return (
         f"this version runs no way with {pins}: ranks that share experts may share layers or sequences, not "
         "both. expert is a multiple of context, and more than it; expert * tensor is at most "
@@ -161,14 +163,15 @@ def _mesh_rows(task: Task) -> Iterator[tuple[int, ...]]:
         data, rest = divmod(task.machines.num_ranks, tensor * pipeline * context)
         if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
             continue
-        if task.operable and data == 1 and task.machines.num_nodes > 1 and "data" not in task.pins:
-            continue
         each = task.batch // data
         sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])
         experts = _degrees(task, "expert", [e for e in divisors(task.experts) if data * context % e == 0])
         orders = _orders(task, pipeline, data)
         interleaves_alone = set(orders[:, 0]) <= {ScheduleKind.INTERLEAVED}
         for size, expert in itertools.product(sizes, experts):
+            alone = data == max(1, expert // context)  # one replica, of ranks that share its batch
+            if task.operable and alone and task.machines.num_nodes > 1 and "data" not in task.pins:
+                continue
             number = each // size
             if not _pinned(task, "microbatches", number) or (interleaves_alone and number % pipeline):
                 continue
@@ -302,17 +305,19 @@ _MAY_BE_ZERO = frozenset(
 def _contradiction(task: Task) -> str:
     """The pins that leave nothing: one of them by itself, else two, else all."""
     ranks, layers = task.machines.num_ranks, task.layers
+    experts = f", {task.experts} experts" if task.experts > 1 else ""
     facts = (
-        f"{task.model.name} has {layers} layers and {task.heads} heads, the machines {ranks} ranks, "
-        f"and a step {task.batch} samples"
+        f"{task.model.name} has {layers} layers{experts} and {task.heads} heads, the machines {ranks} ranks, "
+        f"and a step {task.batch} samples; at most {_LARGEST_MICROBATCH} are a microbatch, {_MOST_VIRTUAL} "
+        f"stages of a rank, and {_MOST_CONTEXT} ranks share a sequence"
     )
     pins = dict(task.pins)
     for number in (1, 2):
         for names in itertools.combinations(pins, number):
             if not _any_way(task, {name: pins[name] for name in names}):
-                text = " and ".join(f"{name}={pins[name]}" for name in names)
+                text = " and ".join(pin_text(name, pins[name]) for name in names)
                 return f"no way to train has {text}: {facts}. Unpin {'it' if number == 1 else 'one of them'}."
-    text = ", ".join(f"{name}={value}" for name, value in pins.items()) or "these machines"
+    text = ", ".join(pin_text(name, value) for name, value in pins.items()) or "these machines"
     return f"no way to train has {text}: {facts}."
 
 

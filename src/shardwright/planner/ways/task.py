@@ -12,6 +12,7 @@ from shardwright.catalogue import LayerChain, Transformer
 from shardwright.cluster import Inventory, usable_bytes
 from shardwright.costs import (
     BF16,
+    FLOAT8,
     FP32,
     Calibration,
     KindOfRank,
@@ -110,6 +111,11 @@ class Task:
             )
         moment_bytes(self.optimizer)
         self._check_frozen()
+        if self.dtype == FLOAT8 and isinstance(self.model, LayerChain):
+            raise ConfigError(
+                f"dtype is float8, but {self.model.name} is a chain of layers, which is not priced in "
+                "8 bits. Take bfloat16."
+            )
         first, *others = (kind.accelerator for kind, _ in self.machines.nodes)
         if (other := next((each for each in others if each != first), None)) is not None:
             raise ConfigError(

@@ -222,7 +222,7 @@ class Way:
         kind = Sharded(int(o.sharded))
         alike = o.data // o.expert_samples if o.same_experts else o.data
         if not runs_shards(kind, shard=o.shard, data=alike):
-            found.append(f"{_ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
+            found.append(f"{_ZERO[kind]} over {int(o.shard)} of {int(o.data * o.context)} ranks")
         if not self.runs_experts:
             found.append(f"experts over {int(o.expert)} ranks in a way with {self._beside_experts}")
         return found

@@ -116,7 +116,7 @@ def test_what_this_version_does_not_run_is_said():
     machines, pins = parse_inventory("p4d.24xlarge*8"), {"tensor": 4, "sharded": 2}
     model = find_architecture("gpt-neox-13b")
     answer = answer_of(model=model, machines=machines, only_what_runs=False, pins=pins)
-    missing = r"needs ZeRO-2 over \d+ of \d+ replicas, which this version does not run yet"
+    missing = r"needs ZeRO-2 over \d+ of \d+ ranks, which this version does not run yet"
     with pytest.raises(PlanError, match=missing):
         best_plan(answer, lambda samples, settings: planned())
     runs = answer_of()

@@ -144,10 +144,10 @@ def test_what_the_runtime_does_not_share_is_said_and_has_no_settings():
     task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb"), batch=64)
     pins = {"tensor": 1, "pipeline": 1, "context": 1}
     gradients = search(replace(task, pins=pins | {"sharded": 2, "shard": 8})).best
-    assert gradients.not_run_yet == ["ZeRO-2 over 8 of 8 replicas"]
+    assert gradients.not_run_yet == ["ZeRO-2 over 8 of 8 ranks"]
     assert gradients.settings == {}
     part = search(replace(task, pins=pins | {"sharded": 1, "shard": 2, "recompute": 2})).best
-    assert "ZeRO-1 over 2 of 8 replicas" in part.not_run_yet
+    assert "ZeRO-1 over 2 of 8 ranks" in part.not_run_yet
     only = all_ways(replace(task, pins=pins, only_what_runs=True))
     assert set(only.sharded) == {0, 1, 3}
     assert set(only.shard[only.sharded == 1]) == {8}
@@ -323,3 +323,60 @@ def test_why_not():
     larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}).sentences)
     assert "nothing fits" in larger
     assert "too much" in larger
+
+
+def test_experts_of_replicas_over_nodes_exchange_over_the_network():
+    """With DPT, pipelines lie inside of nodes, and those that share experts over them."""
+    task = Task(
+        model=find_architecture("mixtral-8x7b"), machines=parse_inventory("dgx-h100*4@25Gbit"), batch=512
+    )
+    pins = {"context": 4, "expert": 8, "pipeline": 2, "data": 4, "sharded": 0, "recompute": 2}
+    inside, over = (
+        search(replace(task, pins={**pins, "placement": place})).best.seconds["expert"] for place in (0, 1)
+    )
+    assert over > 20 * inside
+
+
+def test_shards_of_those_that_share_a_sequence_stay_in_their_node():
+    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-h100@10Gbit"), batch=8)
+    way = search(replace(task, pins={"context": 8, "sharded": 3, "shard": 8, "pipeline": 1})).best
+    assert way.seconds["gather"] + way.seconds["reduce_scatter"] < 2
+
+
+@pytest.mark.parametrize("objective", ["speed", "memory"])
+def test_the_bound_leaves_nothing_out(objective):
+    """All ways priced, beside those that the bound leaves, with pins of each kind."""
+    model, there = find_architecture("gpt2-1.5b"), parse_inventory("p4d.24xlarge")
+    for pins in (
+        {},
+        {"context": 2, "sharded": 3},
+        {"flash": 0, "kept_layers": 3},
+        {"offload": 2, "tensor": 1},
+        {"schedule": int(ScheduleKind.INTERLEAVED)},
+    ):
+        task = Task(model=model, machines=there, batch=32, pins=pins)
+        ways = all_ways(task)
+        ways = ways.take(np.flatnonzero(fits(task, ways)))
+        if objective == "speed":
+            ways = with_least_recomputation(task, ways)
+        prices, best = prices_of(task, ways), search(task, objective=objective).best
+        if objective == "speed":
+            least, found = float(np.min(prices.seconds.total)), best.step_s
+        else:
+            least, found = float(np.min(prices.num_bytes.total)), best.peak_bytes
+        assert least * (1 - 1e-6) <= found <= least * TIE
+
+
+def test_what_this_version_does_not_run_is_said_of_what_was_asked():
+    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-h100*2"), batch=64)
+    assert "ZeRO-2" in why_not(replace(task, only_what_runs=True), {"sharded": 2}).sentences[-1]
+    with pytest.raises(ConfigError, match=r"this version runs no way with sharded=gradients\. Unpin"):
+        search(replace(task, only_what_runs=True, pins={"sharded": 2}))
+
+
+def test_remedies_stay_below_the_most_ranks():
+    pins = {"tensor": 1, "pipeline": 1, "sharded": 0, "context": 1}
+    machines = parse_inventory("rtx4090x4*10000")
+    task = Task(model=find_architecture("llama3-405b"), machines=machines, batch=40000, pins=pins)
+    with pytest.raises(InfeasiblePlanError, match="What would help"):
+        search(task)
