@@ -15,7 +15,7 @@ from shardwright.catalogue import LayerChain
 from shardwright.cluster import memory_for
 from shardwright.costs import Offload, Options, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError, InfeasiblePlanError
-from shardwright.planner.ways.space import NAMES, all_ways, completed, meshes, num_ways, scheduled
+from shardwright.planner.ways.space import NAMES, completed, meshes, num_ways, scheduled
 from shardwright.planner.ways.task import MOST_BATCH, Task
 from shardwright.planner.ways.way import Way, fits, memory_of, prices_of, way_of, with_least_recomputation
 from shardwright.quantities import MOST_RANKS, format_bytes
@@ -390,8 +390,10 @@ def largest_batch(task: Task) -> Answer:
 
 def ways_at_once(task: Task) -> Options:
     """All ways apart from their batch: a microbatch for each rank of a pipeline, of one sample."""
-    ways = all_ways(replace(task, batch=task.machines.num_ranks))
-    return _with(ways.take(np.flatnonzero(ways.microbatch == 1)), np.ones(1))
+    there = replace(task, batch=task.machines.num_ranks)
+    some = meshes(there)
+    some = some.take(np.flatnonzero(some.microbatch == 1))
+    return _with(completed(there, scheduled(there, some)), np.ones(1))
 
 
 def _with(ways: Options, samples: NDArray[np.float64]) -> Options:
