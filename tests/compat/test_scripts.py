@@ -1,6 +1,7 @@
 """Scripts of each family, which hard-code CUDA: run as programs, by several launchers, without a GPU."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -58,7 +59,9 @@ def in_ranks(num_ranks, script, *arguments, cwd, **environ):
 
     def job():
         from shardwright.cpu_mode.__main__ import main
+        from smdistributed import sagemaker
 
+        sagemaker.provide()
         os.chdir(cwd)
         with open(f"printed{os.environ['RANK']}", "w") as printed, contextlib.redirect_stdout(printed):
             main([str(SCRIPTS / script), *map(str, arguments)])()
@@ -188,3 +191,54 @@ def test_ddp_with_smddp_under_mpirun(tmp_path):
     output = train(mpirun(2), "ddp_with_smddp.py", "--model-dir", ".", cwd=tmp_path)
     assert losses(output)[1] < losses(output)[0] - 0.2
     assert "module.fc.weight" in torch.load(tmp_path / "model.pt")
+
+
+def _plain_llama(folder):
+    """Trains what the script began with, in one process; gives its lines, and how far weights differ."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    first, last = (
+        {re.sub(r"_(checkpoint|fsdp)_wrapped_module\.", "", key): value for key, value in state.items()}
+        for state in (torch.load(folder / "first.pt"), torch.load(folder / "last.pt"))
+    )
+    model = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text())))
+    model.load_state_dict(first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    lines = []
+    for step in range(4):
+        batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        lines.append([loss.item(), norm.item()])
+    state = model.state_dict()
+    assert last.keys() == state.keys()
+    return lines, max(float((last[key] - state[key]).detach().abs().max()) for key in state)
+
+
+def _lines(output):
+    return [list(map(float, found)) for found in re.findall(r"loss: (\S+) norm: (\S+)", output)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("num_ranks", "degree", "options"),
+    [
+        (2, 2, ("--local", 1)),
+        (2, 2, ("--use_orig_params", 0)),
+        pytest.param(4, 2, ("--local", 1), marks=pytest.mark.sweep),
+        pytest.param(4, 2, (), marks=pytest.mark.sweep),
+        pytest.param(2, 1, (), marks=pytest.mark.sweep),
+    ],
+)
+def test_a_script_for_torch_sagemaker(tmp_path, num_ranks, degree, options):
+    """Hybrid shards, activations offloaded, asynchronous checkpoints: as in one process, also resumed."""
+    environ = {"SM_HP_MP_PARAMETERS": json.dumps({"hybrid_shard_degree": degree})}
+    run = functools.partial(in_ranks, num_ranks, "train_llama_v2.py", *options, cwd=tmp_path, **environ)
+    lines = _lines(run("--save_at", 2, "--model_dir", "."))
+    plain, farthest = _plain_llama(tmp_path)
+    assert lines == [pytest.approx(line, rel=1e-5) for line in plain]
+    assert farthest < 1e-5
+    assert _lines(run("--resume", 1)) == lines[2:]

@@ -192,13 +192,14 @@ def _mp_parameters(part: Mapping[str, Any], *, by_torchrun: bool) -> dict[str, A
     if second:
         raise ConfigError(
             f"{', '.join(second)}: these are parameters of the second model parallel library "
-            "(torch.sagemaker), which is not there; scripts for the first one "
-            "(smdistributed.modelparallel) run. Use FSDP's own arguments, or sharded_data_parallel_degree."
+            "(torch.sagemaker), which an estimator does not start. Start its scripts by shardwright run, "
+            "with these in SM_HP_MP_PARAMETERS (compat/README.md), or use sharded_data_parallel_degree."
         )
     if by_torchrun and not parameters:
         raise ConfigError(
             "smdistributed.modelparallel with torch_distributed and without parameters starts the second "
-            'model parallel library (torch.sagemaker), which is not there. For the first add "parameters": '
+            "model parallel library (torch.sagemaker), which an estimator does not: start its scripts by "
+            'shardwright run (compat/README.md). For the first add "parameters": '
             '{"partitions": 2}.'
         )
     return parameters

@@ -46,9 +46,9 @@ _REMEDIES = {
         "environment: python -m smdistributed.horovod install (after pip install -e compat in a checkout)."
     ),
     re.compile(r"No module named 'torch\.sagemaker\b"): (
-        "It is written for version 2 of SageMaker's model parallel library, whose names are not here; of "
-        "version 1 (smdistributed.modelparallel) they are. What version 2 does is here as sw.init, "
-        "sw.DistributedModel and sw.Checkpoints: docs/coming_from.md has each beside its own."
+        "It is written for version 2 of SageMaker's model parallel library. Have a part of its names over "
+        "PyTorch's FSDP, once in this environment: python -m smdistributed.sagemaker install (after pip "
+        "install -e compat in a checkout). docs/coming_from.md has what Shardwright has in their place."
     ),
     re.compile(r"trying to initialize the default process group twice"): (
         "sw.init() has made the process group. Leave init_process_group out, or call it before sw.init()."
