@@ -180,3 +180,57 @@ def test_a_module_that_nothing_initialises(tsm):
         module = _Unknown()
     DelayedParamIniter(module, lambda module: module.scale.fill_(2)).get_param_init_fn()(module)
     assert module.scale.tolist() == [2, 2]
+
+
+def _replicas():
+    from shardwright import cpu_mode
+
+    cpu_mode.enable(says_so=False)
+    sagemaker.provide()
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    tsm.init({"hybrid_shard_degree": 2})
+    torch.manual_seed(torch.distributed.get_rank())
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    init = DelayedParamIniter(model).get_param_init_fn()
+    model = FullyShardedDataParallel(model, device_id=torch.device("cuda", 0), param_init_fn=init)
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+def test_replicas_begin_alike_whatever_their_seeds():
+    """Two replicas of two shards."""
+    first, second, third, fourth = run_ranks(_replicas, 4)
+    assert first == third
+    assert second == fourth
+    assert first != second
+
+
+def _other_states(folder):
+    sagemaker.provide()
+    import torch.sagemaker as tsm
+    from torch.sagemaker.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    tsm.init()
+    found = []
+    for group in (
+        None,
+        torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True),
+    ):
+        place = f"{folder}/{'all' if group is None else torch.distributed.get_rank()}"
+        of_schedule = {"last_epoch": 5, "rates": [0.5], "more": {"kind": "cosine", "seen": torch.ones(2)}}
+        state_dict_saver.save({"schedule": of_schedule, "steps": 7}, checkpoint_id=place, process_group=group)
+        read = {
+            "schedule": {"last_epoch": 0, "rates": [], "more": {"kind": "", "seen": torch.zeros(2)}},
+            "steps": 0,
+        }
+        state_dict_loader.load(read, checkpoint_id=place, process_group=group)
+        found.append(str(read) == str({"schedule": of_schedule, "steps": 7}) or str(read))
+    return found
+
+
+def test_states_of_schedules_come_back(tmp_path):
+    """In folders of one shard, numbers inside of dictionaries stayed as they were."""
+    assert run_ranks(_other_states, 2, str(tmp_path)) == [[True, True]] * 2

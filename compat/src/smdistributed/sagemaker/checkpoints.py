@@ -74,7 +74,6 @@ class AsyncCallsQueue:
 
 
 _QUEUE = AsyncCallsQueue()
-_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def save(
@@ -182,8 +181,16 @@ def load(
             read = stored[_key(key, process_group)]
             value["param_groups"] = read["param_groups"]
             value["state"] = {int(number): entry for number, entry in read["state"].items()}
-        elif not isinstance(value, torch.Tensor | dict):
-            state_dict[key] = stored[key]
+    _take(state_dict, stored)
+
+
+def _take(mine: dict[Any, Any], read: dict[Any, Any]) -> None:
+    """Takes what was read and is no tensor: those are read into their own memory."""
+    for key in mine.keys() & read.keys():
+        if isinstance(mine[key], dict):
+            _take(mine[key], read[key])
+        elif not isinstance(mine[key], torch.Tensor) and not hasattr(mine[key], "local_shards"):
+            mine[key] = read[key]
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = True) -> None:
@@ -246,7 +253,7 @@ def _local(value: Any) -> Any:
 def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A group of the same ranks for the writing thread alone, beside the collectives of the training."""
     ranks = tuple(dist.get_process_group_ranks(group))
-    if ranks not in _GROUPS:
-        made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        _GROUPS[ranks] = made
-    return _GROUPS[ranks]
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = state.groups_for_writing
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return groups[ranks]

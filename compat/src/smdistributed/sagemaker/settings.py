@@ -144,6 +144,7 @@ class _State:
             "rep_rank_process_group": mesh.get_group("replicate"),
             "ranker": _Ranker(degree, size),
             "mesh": mesh,
+            "groups_for_writing": {},
             **alone,
         }
 
@@ -197,7 +198,11 @@ def _of_degree(given: Mapping[str, Any]) -> dict[str, Any]:
     mesh: DeviceMesh = state.mesh
     strategy = zero_2 if keeps else ShardingStrategy.HYBRID_SHARD
     # With a mesh, `process_group` must be None, also for units, which get that of the whole.
-    return {"sharding_strategy": strategy, "device_mesh": mesh, "process_group": None}
+    found = {"sharding_strategy": strategy, "device_mesh": mesh, "process_group": None}
+    makes_values = given.get("param_init_fn") is not None and given.get("device_id") is not None
+    if makes_values and mesh.size(0) > 1 and torch.cuda.is_available():  # FSDP refuses it for CPUs
+        found["sync_module_states"] = True  # else replicas with seeds of their own would begin differently
+    return found
 
 
 @contextmanager
