@@ -43,11 +43,20 @@ def test_the_name_comes_in_when_somebody_asks_for_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("asks", "remedy"),
     [
-        ("import torch.sagemaker.nn.attn", r"torch.sagemaker.nn is not here.*attn_implementation"),
-        ("from torch.sagemaker import tensor_parallel", r"auto_wrap_policy"),
-        ("from torch.sagemaker.moe.moe_layer import MoELayer", r"leave config= out"),
-        ("import torch.sagemaker.distributed.checkpoint.s3_filesystem", r"Write to a folder"),
-        ("import torch.sagemaker as tsm; tsm.nn", r"attn_implementation"),
+        ("import torch.sagemaker.nn.rotary", r"torch.sagemaker.nn.rotary is not here.*attn_implementation"),
+        ("from torch.sagemaker.nn.attn import FlashSelfAttention as F; F(scale=1.0)", r"attn_implementation"),
+        (
+            "from torch.sagemaker.tensor_parallel.transformer import TransformerLayer as Layer\n"
+            "assert not isinstance(3, Layer)\nLayer()",
+            r"transformer.TransformerLayer is not here.*auto_wrap_policy",
+        ),
+        ("from torch.sagemaker.moe.moe_layer import MoELayer; MoELayer()", r"leave config= out"),
+        (
+            "from torch.sagemaker.distributed.checkpoint.s3_filesystem import S3FileSystem, is_s3_uri\n"
+            "assert not is_s3_uri('/data'); S3FileSystem()",
+            r"Write to a folder",
+        ),
+        ("import torch.sagemaker as tsm; tsm.nn.later", r"attn_implementation"),
         ("from torch.sagemaker.grad_norm import clip_it", r"grad_norm.clip_it is not here"),
         ("from torch.sagemaker import of_later", r"compat/README.md lists its names"),
         ("import torch.sagemaker as tsm; tsm.state.tp_rank", r"tp_rank is known after tsm.init\(\)"),

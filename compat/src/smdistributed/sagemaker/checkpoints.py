@@ -39,6 +39,7 @@ __all__ = [
     "SMStateDictType",
     "async_save",
     "init_optim_state",
+    "is_s3_uri",
     "load",
     "maybe_finalize_async_calls",
     "save",
@@ -113,7 +114,7 @@ def async_save(
         force_check_all_plans: see above.
         s3_region: refused, as `s3client_config`.
     """
-    if s3_region is not None or s3client_config is not None or str(checkpoint_id).startswith("s3:"):
+    if s3_region is not None or s3client_config is not None or is_s3_uri(checkpoint_id):
         raise not_here("torch.sagemaker: a checkpoint in S3", "distributed.checkpoint.s3_filesystem")
     queue = queue or _QUEUE
     queue.finalize(blocking=True)
@@ -205,6 +206,11 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def is_s3_uri(uri: Any) -> bool:
+    """Whether a path is one in S3, where nothing is saved."""
+    return str(uri).startswith("s3://")
 
 
 def _stored(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:

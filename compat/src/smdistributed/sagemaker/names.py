@@ -24,6 +24,7 @@ _MODULES: dict[str, tuple[str, str]] = {
         "checkpoints",
         "DistributedFileSystemReader DistributedFileSystemWriter",
     ),
+    "distributed.checkpoint.s3_filesystem": ("checkpoints", "is_s3_uri"),
     "distributed.checkpoint.state_dict_loader": ("checkpoints", "load"),
     "distributed.checkpoint.state_dict_saver": ("checkpoints", "async_save maybe_finalize_async_calls save"),
     "distributed.checkpoint.state_dict_utils": (
@@ -31,7 +32,28 @@ _MODULES: dict[str, tuple[str, str]] = {
         "SMStateDictType init_optim_state sm_state_dict_type",
     ),
 }
-_PACKAGES = ("", "moe", "utils", "distributed", "distributed.checkpoint")
+# Scripts import these at their top, whether they use them or not: the first use is refused.
+_STAND_INS = {
+    "checkpoint.utils": "limit_num_subdirs",
+    "context_parallel.utils": "setup_transformer_engine_cp_groups",
+    "distributed.checkpoint.s3_filesystem": (
+        "S3FileSystem format_s3_path get_s3_region_from_uri parse_s3_uri"
+    ),
+    "distributed.checkpoint.state_dict_saver": "PyTorchDistSaveShardedStrategy",
+    "distributed.checkpoint.state_dict_utils": "compute_auto_checkpoint_interval",
+    "distributed.fsdp.checkpoint": "load_model_checkpoint save_model_checkpoint",
+    "moe.moe_layer": "MoELayer",
+    "nn.attn": "FlashGroupedQueryAttention FlashSelfAttention",
+    "nn.huggingface.llama_flashattn": "LlamaFlashAttention",
+    "tensor_parallel.transformer": "TETransformerLayer TransformerLayer",
+    "utils.module_utils": "empty_module_params move_buffers_to_device",
+    "utils.utils": "timeit",
+}
+_PACKAGES = {
+    ".".join(parts[:count])
+    for parts in (name.split(".") for name in (*_MODULES, *_STAND_INS))
+    for count in range(len(parts))
+}
 _REMEDIES = {
     "nn": 'Use attn_implementation="sdpa" or "flash_attention_2" in the config of transformers.',
     "tensor_parallel": "Wrap the model's own layers, such as LlamaDecoderLayer, in auto_wrap_policy.",
@@ -58,7 +80,7 @@ def check_module(fullname: str) -> bool:
         NotHereError: there is no such module here.
     """
     below = _below(fullname)
-    if below not in _MODULES and below not in _PACKAGES:
+    if below not in _MODULES and below not in _STAND_INS and below not in _PACKAGES:
         raise not_here(fullname, below)
     return below in _PACKAGES
 
@@ -71,16 +93,30 @@ def fill(module: ModuleType) -> None:
         ours = importlib.import_module(_OURS + file)
         module.__dict__.update({name: getattr(ours, name) for name in names.split()})
 
+    for name in _STAND_INS.get(below, "").split():
+        module.__dict__[name] = _stand_in(name, not_here(f"{module.__name__}.{name}", below))
+
     def refuse(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         asked = f"{below}.{name}" if below else name
-        if asked in _MODULES or asked in _PACKAGES:  # tsm.delayed_param without an import of it
+        if (
+            asked in _MODULES or asked in _STAND_INS or asked in _PACKAGES
+        ):  # tsm.delayed_param without an import of it
             return importlib.import_module(f"{_ROOT}.{asked}")
         error = not_here(f"{module.__name__}.{name}", asked)
         raise NotHereInPackageError(str(error)) if below in _PACKAGES else error
 
     module.__dict__.update(__getattr__=refuse, __doc__="Names of SMP v2, by Shardwright: compat/README.md.")
+
+
+def _stand_in(name: str, error: NotHereError) -> type:
+    """A class whose calls are refused: scripts also pass it to isinstance and to policies of FSDP."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return type(name, (), {"__new__": refuse})
 
 
 def not_here(shown: str, below: str) -> NotHereError:
