@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 import shardwright.torch as sw
-from shardwright.comm.joining.process_group import destroy_process_group, group_of, init_process_group
+from shardwright.comm.joining.process_group import (
+    _hand_out,
+    destroy_process_group,
+    group_of,
+    init_process_group,
+)
 from shardwright.comm.joining.session import Session
 from shardwright.comm.launchers import detect
 from shardwright.errors import LaunchError
@@ -74,6 +79,33 @@ def test_a_later_generation_does_not_meet_the_addresses_of_the_earlier_one():
         return found
 
     assert run_ranks(live_again, 2, init_process_group=False) == [[(1.0, True)] * 3] * 2
+
+
+class _GreetsAgain(dict):
+    """A store in which rank 1 confirms, and greets for its next life, as soon as rank 0 has asked for that."""
+
+    def add(self, key, number):
+        self[key] = self.get(key, 0) + number
+        return self[key]
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key, default=None):
+        return dict.get(self, key, default)
+
+    def check(self, keys):
+        found = all(key in self for key in keys)
+        if "/confirm/" in keys[0] and not found and "shardwright/generation/welcome/first" in self:
+            self.set(keys[0], "first")
+            self.set("shardwright/generation/hello/1", "second")
+        return found
+
+
+def test_who_greets_for_the_next_life_is_not_given_the_number_of_this_one():
+    store = _GreetsAgain({"shardwright/generation/hello/1": b"first"})
+    assert _hand_out(store, 2, timeout_s=5) == 1
+    assert "shardwright/generation/welcome/second" not in store
 
 
 def test_hosts_that_count_restarts_differently_agree_on_a_generation():

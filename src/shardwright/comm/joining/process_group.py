@@ -100,9 +100,11 @@ def _hand_out(store: Store, world_size: int, *, timeout_s: float) -> int:
     while missing:  # (3)
         for rank in sorted(missing):
             greeting = f"{_PREFIX}/hello/{rank}"
+            token = store.get(greeting) if store.check([greeting]) else None
+            # Behind the greeting: who has confirmed already may greet again, for the next life.
             if store.check([f"{_PREFIX}/confirm/{number}/{rank}"]):
                 missing.remove(rank)
-            elif store.check([greeting]) and (token := store.get(greeting)) not in answered:
+            elif token is not None and token not in answered:
                 store.set(f"{_PREFIX}/welcome/{token.decode(errors='replace')}", str(number))
                 answered.add(token)
         if time.monotonic() > limit_s:
