@@ -82,7 +82,7 @@ def test_a_later_generation_does_not_meet_the_addresses_of_the_earlier_one():
 
 
 class _GreetsAgain(dict):
-    """A store in which rank 1 confirms, and greets for its next life, as soon as rank 0 has asked for that."""
+    """A store in which rank 1 confirms, and greets for its next life, while rank 0 asks for the first."""
 
     def add(self, key, number):
         self[key] = self.get(key, 0) + number
