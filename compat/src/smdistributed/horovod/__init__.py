@@ -12,8 +12,9 @@ process: the original brought Horovod along.
 
 import importlib.util
 import sys
-import sysconfig
 from pathlib import Path
+
+from smdistributed.installing import path_of, remove
 
 __all__ = ["install", "is_ours", "provide", "uninstall"]
 
@@ -52,12 +53,8 @@ def install() -> str:
 
 def uninstall() -> str:
     """Takes back `install`; gives a sentence that says what was done."""
-    path = _path()
-    if not path.exists():
-        return f"{path} is not there: nothing to do."
-    path.unlink()
-    return f"{path} was removed."
+    return remove(_path())
 
 
 def _path() -> Path:
-    return Path(sysconfig.get_path("purelib")) / _FILE
+    return path_of(_FILE)

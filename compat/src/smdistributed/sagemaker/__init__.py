@@ -11,12 +11,13 @@ torch is a package of somebody else, so a finder answers for this one name in it
 
 import importlib
 import sys
-import sysconfig
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+
+from smdistributed.installing import path_of, remove
 
 __all__ = ["install", "provide", "uninstall"]
 
@@ -40,15 +41,11 @@ def install() -> str:
 
 def uninstall() -> str:
     """Takes back `install`; gives a sentence that says what was done."""
-    path = _path()
-    if not path.exists():
-        return f"{path} is not there: nothing to do."
-    path.unlink()
-    return f"{path} was removed."
+    return remove(_path())
 
 
 def _path() -> Path:
-    return Path(sysconfig.get_path("purelib")) / _FILE
+    return path_of(_FILE)
 
 
 class _Finder(MetaPathFinder, Loader):
