@@ -22,7 +22,7 @@ from shardwright.torch.parameters.quantized import is_quantized
 __all__ = ["adapter_state", "load_adapter", "save_adapter", "save_merged"]
 
 # What an adapter's weights do not show: with another scale they compute something else.
-_SCALES = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern")
+_SCALES = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "alpha")
 
 
 def save_adapter(model: DistributedModel, folder: str | Path, **options: Any) -> None:
@@ -92,7 +92,7 @@ def save_merged(model: DistributedModel, folder: str | Path, **options: Any) -> 
     def write() -> None:
         named = (*inner.named_parameters(), *inner.named_buffers())
         whole = {id(tensor): _like(tensor, state[name]) for name, tensor in named if name in state}
-        merged = copy.deepcopy(inner, whole).merge_and_unload()  # copies nothing of what is whole
+        merged = copy.deepcopy(inner, whole).merge_and_unload(safe_merge=True)  # a layer is copied at a time
         merged.save_pretrained(str(folder), **options)
 
     _on_the_first_rank(write)
@@ -112,7 +112,14 @@ def _names(model: DistributedModel, adapter: str) -> dict[str, str]:
         raise UsageError(f"the model has no adapter {adapter}, but {', '.join(inner.peft_config)}.")
     names = {id(tensor): name for name, tensor in own.items()}
     short = get_peft_model_state_dict(inner, state_dict=own, adapter_name=adapter)
-    return {each: names[id(tensor)] for each, tensor in short.items()}
+    made = sorted(each for each, tensor in short.items() if each not in own and id(tensor) not in names)
+    if made:
+        raise UsageError(
+            f"PEFT makes {made[0]} when it saves, and no rank has it. Adapters such as {adapter} are saved "
+            "by PEFT alone, on one rank."
+        )
+    # Of tied weights each has its own name in the file.
+    return {each: each if each in own else names[id(tensor)] for each, tensor in short.items()}
 
 
 def _adapted(model: DistributedModel) -> Any:

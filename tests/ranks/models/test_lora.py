@@ -59,9 +59,12 @@ def llama_late() -> Any:
 
 
 def saved_and_loaded(plain: Any, model: Any, *, folder: Path) -> None:
-    """What is saved, plain PEFT has; and the wrapped model takes it back."""
-    from shardwright.integrations.peft import adapter_state, load_adapter, save_adapter
+    """What is saved, plain PEFT has; and the wrapped model takes it back, and stays as it is when merged."""
+    from shardwright.integrations.peft import adapter_state, load_adapter, save_adapter, save_merged
 
+    weights = [parameter.detach().clone() for parameter in model.local_parameters()]
+    save_merged(model, folder / "merged")
+    assert all(map(torch.equal, weights, model.local_parameters()))
     before = adapter_state(model)
     save_adapter(model, folder)
     with torch.no_grad():

@@ -253,6 +253,7 @@ def _refused(optimizer: str, options: dict[str, Any], wrapped: bool) -> None:
         ("Adagrad", {}, "Adagrad is not known to be one. Set optimizer_state to as_is, or use"),
         ("Adafactor", {}, "optimizer_state is 8bit, which keeps the averages of optimizers"),
         ("AdamW", {"capturable": True}, "or leave capturable out"),
+        ("RMSprop", {"centered": True}, "or leave centered out"),
     ],
 )
 def test_refused(optimizer: str, options: dict[str, Any], text: str) -> None:

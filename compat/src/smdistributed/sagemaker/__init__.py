@@ -56,6 +56,9 @@ class _Finder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname != _ROOT and not fullname.startswith(f"{_ROOT}."):
             return None
+        root = sys.modules.get(_ROOT)
+        if root is not None and getattr(root.__spec__, "loader", None) is not self:
+            return None  # a real one, which has its own modules or lacks them
         names = importlib.import_module("smdistributed.sagemaker.names")
         is_package = names.check_module(fullname)
         return ModuleSpec(fullname, self, origin=__file__, is_package=is_package)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader as DistributedFileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as DistributedFileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
@@ -82,7 +83,7 @@ def save(
 ) -> None:
     """Saves, and returns when it is written; collective over the group. Arguments as of `async_save`."""
     async_save(state_dict, checkpoint_id=checkpoint_id, process_group=process_group, **kwargs)
-    maybe_finalize_async_calls(blocking=True)
+    maybe_finalize_async_calls(blocking=True, queue=kwargs.get("queue"))
 
 
 def async_save(
@@ -124,6 +125,8 @@ def async_save(
         storage_writer=storage_writer,
         planner=planner,
         process_group=_own_group(process_group),
+        # The usual one cannot copy what FSDP gives without a mesh. A writer may copy by itself.
+        async_stager=None if storage_writer is not None else BlockingAsyncStager(),
     )
     queue.writing.append(found)  # type: ignore[arg-type]
 

@@ -191,14 +191,14 @@ def _of_degree(given: Mapping[str, Any]) -> dict[str, Any]:
     degree: int = state.hybrid_shard_degree
     if degree == 0:
         return {}
-    if degree == 1:
-        return {"sharding_strategy": ShardingStrategy.NO_SHARD}
     zero_2 = ShardingStrategy._HYBRID_SHARD_ZERO2
     keeps = given.get("sharding_strategy") in (zero_2, ShardingStrategy.SHARD_GRAD_OP)
     mesh: DeviceMesh = state.mesh
     strategy = zero_2 if keeps else ShardingStrategy.HYBRID_SHARD
     # With a mesh, `process_group` must be None, also for units, which get that of the whole.
-    found = {"sharding_strategy": strategy, "device_mesh": mesh, "process_group": None}
+    found: dict[str, Any] = {"sharding_strategy": strategy, "device_mesh": mesh, "process_group": None}
+    if degree == 1:
+        found = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     makes_values = given.get("param_init_fn") is not None and given.get("device_id") is not None
     if makes_values and mesh.size(0) > 1 and torch.cuda.is_available():  # FSDP refuses it for CPUs
         found["sync_module_states"] = True  # else replicas with seeds of their own would begin differently

@@ -13,6 +13,7 @@ bits come from the value's own bits and a number of the step, so that a value is
 after a resume, and what was unpacked is packed to the same bits again.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn, Self
 
@@ -47,7 +48,8 @@ def to_bf16(values: Tensor, salt: int) -> Tensor:
     bits = values.view(torch.int32)
     rounded = _random_bits(bits, salt).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
     rounded.add_(bits).bitwise_and_(-0x10000)
-    return rounded.view(torch.float32).to(torch.bfloat16)
+    found = rounded.view(torch.float32)
+    return torch.where(values.isfinite(), found, values).to(torch.bfloat16)  # a NaN may be all ones
 
 
 def to_codes(values: Tensor, kind: Format, salt: int) -> tuple[Tensor, Tensor]:
@@ -147,16 +149,18 @@ class PackedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         own = args[0]
-        if isinstance(own, PackedTensor):
-            first = func._schema.arguments[0].alias_info
-            if first is not None and first.is_write:
-                _refuse_writing()
-            if func in _KEEPING and kwargs.get("dtype") in (None, own.dtype):
-                device = {"device": kwargs["device"]} if kwargs.get("device") else {}
-                scales = None if own.scales is None else func(own.scales, **device)
-                return cls.of(func(own.codes, **device), scales, own.kind, own.shape, own.dtype)
+        if any(isinstance(written, PackedTensor) for written in _written(func, args, kwargs)):
+            _refuse_writing()
+        keeps = func in _KEEPING and isinstance(own, PackedTensor)
+        if keeps and kwargs.get("dtype") in (None, own.dtype):
+            device = {"device": kwargs["device"]} if kwargs.get("device") else {}
+            scales = None if own.scales is None else func(own.scales, **device)
+            return cls.of(func(own.codes, **device), scales, own.kind, own.shape, own.dtype)
         args, kwargs = map_tree(unpacked, (args, kwargs))
         return func(*args, **kwargs)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _refuse_writing()
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy of what it stands for."""
@@ -171,6 +175,14 @@ class PackedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedTensor({tuple(self.shape)}, {self.dtype}, {self.kind})"
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What an operation writes into."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from given if isinstance(given, list | tuple) else (given,)
 
 
 def _refuse_writing() -> NoReturn:

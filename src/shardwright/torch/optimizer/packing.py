@@ -98,6 +98,8 @@ class Packing:
     def _format(self, key: str, value: Any) -> Format | None:
         if key not in _SIGNED + _UNSIGNED or not isinstance(value, Tensor) or not value.is_floating_point():
             return None
+        if value.layout is not torch.strided:
+            return None
         if self._kind == "bf16":
             return "bf16" if value.itemsize > 2 else None
         return "signed" if key in _SIGNED else "unsigned"
@@ -158,6 +160,13 @@ class _Groups:
 
     def __init__(self, packing: Packing, groups: Sequence[dict[str, Any]], salt: int):
         self._packing, self._groups, self._salt = packing, groups, salt
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """A group as the script knows it, for hooks that look at its settings."""
+        return self._groups[number]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for group in self._groups:
@@ -236,6 +245,11 @@ def _refuse_others(optimizer: Optimizer, kind: str) -> None:
         raise UsageError(
             f"optimizer_state is {kind}, which keeps the averages of optimizers that treat each element by "
             f"itself, and {name} is not known to be one. {remedy}, or use one of torch.optim's {names}."
+        )
+    if any(group.get("centered") for group in optimizer.param_groups):
+        raise UsageError(
+            f"optimizer_state is {kind}, and {name} has centered=True: it takes the root of a difference of "
+            f"two averages, which rounding makes negative. {remedy}, or leave centered out."
         )
     for option in _NOT_IN_PIECES:
         if any(group.get(option) for group in optimizer.param_groups):
