@@ -1,6 +1,9 @@
-"""Machines for tests."""
+"""Machines for tests, and every way to train on them."""
 
 from shardwright.cluster import Cluster, Device, Link
+from shardwright.costs import Options
+from shardwright.planner.ways import Task
+from shardwright.planner.ways.space import completed, meshes, scheduled
 
 
 def machines(
@@ -19,3 +22,8 @@ def machines(
         intra_node=Link(latency_s=intra[0], bandwidth_Bps=intra[1]),
         inter_node=Link(latency_s=inter[0], bandwidth_Bps=inter[1]),
     )
+
+
+def all_ways(task: Task) -> Options:
+    """Every way that the machines, the batch, the model and the pins allow."""
+    return completed(task, scheduled(task, meshes(task)))

@@ -19,9 +19,6 @@ _FINE_STAGES = 64  # units are as fine as so many stages need
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """For each type, how settings and exports call it."""
 
-FLOAT8 = {"float8": "fp8"}
-"""The type of a search alone, whose products are in 8 bits."""
-
 DTYPE_HELP = "Of the model: bfloat16 (bf16), float16 (fp16), both with updates in float32, or float32 (fp32)."
 
 Machines = Annotated[
@@ -42,7 +39,7 @@ def full_name(dtype: str) -> str:
     >>> full_name("bf16"), full_name("float32"), full_name("int3")
     ('bfloat16', 'float32', 'int3')
     """
-    return next((full for full, short in (DTYPES | FLOAT8).items() if short == dtype), dtype)
+    return next((full for full, short in (DTYPES | {"float8": "fp8"}).items() if short == dtype), dtype)
 
 
 def split_factory(factory: str) -> tuple[str, str]:

@@ -91,11 +91,6 @@ def completed(task: Task, some: Options) -> Options:
     return _each_with(some, tables, ("shard", "sharded", "recompute", "offload"))
 
 
-def all_ways(task: Task) -> Options:
-    """Every way that the machines, the batch, the model and the pins allow."""
-    return completed(task, scheduled(task, meshes(task)))
-
-
 def num_ways(task: Task, some: Options) -> int:
     """How many ways meshes make."""
     total, states, orders = 0, cache(partial(_states, task)), cache(partial(_orders, task))

@@ -5,12 +5,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from planner.machines import all_ways
 
 from shardwright.catalogue import find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.costs import rank_bytes, step_seconds
 from shardwright.planner.ways import way
-from shardwright.planner.ways.space import all_ways
 from shardwright.planner.ways.task import Task
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.machines import all_ways
 
 from shardwright.catalogue import Transformer, find_architecture
 from shardwright.cluster import parse_inventory
@@ -14,7 +15,6 @@ from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKi
 from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.planner.ways import Task, search, way_of
 from shardwright.planner.ways.answers import why_not
-from shardwright.planner.ways.space import all_ways
 from shardwright.planner.ways.way import fits, prices_of, with_least_recomputation
 
 TIE = 1.05 * (1 + 1e-9)
