@@ -326,9 +326,11 @@ def read_first_and_last(path: Path) -> tuple[Records, int]:
 
 def read_last(path: Path, *, most_bytes: int = _LAST_BYTES, having: bytes = b"") -> list[dict[str, Any]]:
     """The last records of a file, or those of them that have some text; lines that are none are left out."""
-    if not path.is_file():
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:  # asking first is not enough: another rank may delete the folder meanwhile
         return []
-    with path.open("rb") as file:
+    with file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - most_bytes))
         lines = file.read(most_bytes).split(b"\n")

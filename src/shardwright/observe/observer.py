@@ -213,7 +213,7 @@ class Observer:
         if self._totals.steps and not self._closed:
             report = written.report_file if written is not None and reports else None
             further = [f"report {show_path(report)}"] if report is not None and report.is_file() else []
-            if going_on := self.going_on():
+            if written is not None and (going_on := self.going_on()):
                 further.append(going_on)
             spent = self._goodput
             told = [str(spent.spent)] if spent is not None and spent.is_worth_telling else []

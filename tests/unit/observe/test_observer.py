@@ -119,6 +119,16 @@ def test_a_run_folder_that_has_gone_is_told_once_and_the_run_goes_on(tmp_path: P
     assert "report" not in said
 
 
+def test_only_the_rank_that_prints_looks_for_checkpoints_at_its_end(tmp_path: Path) -> None:
+    asked = []
+    for prints in (True, False):
+        run = Run(tmp_path, prints=prints)
+        run.observer.going_on = lambda prints=prints: str(asked.append(prints))
+        run.observer.step_done(StepRecord(step=1, seconds=0.5, samples=8))
+        run.observer.close()
+    assert asked == [True]
+
+
 def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     run = Run(tmp_path)
 
