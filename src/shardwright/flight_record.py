@@ -49,8 +49,6 @@ class Beat(NamedTuple):
 
     Attributes:
         at_s: on `time.monotonic`; infinity: the rank has ended.
-        stack: its innermost functions.
-        waits_for: world ranks.
         host: of its process; `space` is the same for processes that see each other.
     """
 
@@ -86,11 +84,7 @@ class NotedAction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What is on a page.
-
-    Attributes:
-        actions: the last ones, the oldest first.
-    """
+    """What is on a page."""
 
     beat: Beat
     steps: int
@@ -208,11 +202,7 @@ def keep(folder: Path, rank: int, content: bytes) -> None:
 
 
 def open_kept(folder: Path, rank: int) -> int:
-    """The file of a rank's page in a run folder.
-
-    Raises:
-        OSError: there is no such folder, or a link in the place of the file.
-    """
+    """The file of a rank's page in a run folder."""
     inside = folder / FOLDER
     inside.mkdir(exist_ok=True)
     return os.open(inside / f"rank{rank}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

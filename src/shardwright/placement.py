@@ -76,7 +76,6 @@ class Cut:
         'cut 1 (r0:2 r1:2 r0:1 r1:1)'
 
     Attributes:
-        dim: the dimension, from 0.
         runs: who has its slices, from the first slice to the last, in normal form (see `Cut.of`).
     """
 

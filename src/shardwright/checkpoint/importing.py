@@ -86,7 +86,6 @@ class Beside:
 
     Attributes:
         tensors: by their full names in the checkpoint.
-        document: fields of the file `STATE`.
     """
 
     tensors: Mapping[str, TensorSource]

@@ -44,7 +44,6 @@ class Note:
 
     Attributes:
         lost_peer: the rank that it lost; None for an error of its own, or where it does not know.
-        is_final: the rank takes no further step.
     """
 
     rank: int
@@ -66,7 +65,6 @@ class Blame:
     and no more once it has not answered.
 
     Attributes:
-        store_answers: False once it has not.
         has_ended: whether the process of a rank is known to have ended: then it has said all that it will.
     """
 

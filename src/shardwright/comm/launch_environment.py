@@ -15,8 +15,6 @@ class LaunchEnvironment:
     """The position of a process among all that run the same script.
 
     Attributes:
-        local_rank: number among those of this host.
-        local_world_size: how many run on this host.
         master_addr: host of the key-value store at which the ranks meet.
         restart_count: how often the launcher has started the ranks anew.
         launcher_serves_store: the launcher runs that store; otherwise rank 0 has to.

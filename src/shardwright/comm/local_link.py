@@ -176,7 +176,6 @@ class LocalLink:
     """This process's end of the way to and from one other process.
 
     Attributes:
-        peer: world rank of the other process.
         ended: it has ended, and all that it said before was heard.
     """
 

@@ -43,7 +43,6 @@ class JointCall:
     """A function of `torch.distributed` that a rank is in, and that all ranks of a group must call.
 
     Attributes:
-        ranks: world ranks of the group.
         group: name of the group, the same on all of them.
         number: how many collectives it has begun in that group, this one among them; None where nobody
             counts.
@@ -234,14 +233,10 @@ class Note:
     Attributes:
         place: the call that it is in; None where it is in none.
         counts: for each set of ranks, how many calls it has made with them.
-        seconds: how long it has been there.
         ended: why it will make no more calls; empty where it may.
-        failed: it has ended with an error.
         joint: the function of `torch.distributed` that it waits in.
         counts_hold: whether all calls that it has counted ended well. One that failed may have failed on this
             rank alone, before others came: then the counts differ for good.
-        steps: training steps that it has made.
-        waits: it waits for messages of others.
         still_s: how long its innermost functions have been at the same lines.
         stack: those of them and around them, if it does not wait and has been there for some seconds.
     """

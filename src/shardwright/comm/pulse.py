@@ -61,8 +61,6 @@ class PageAddress(NamedTuple):
 
     Attributes:
         host: of the process, the same for all processes that see each other; empty: it has no page.
-        process: its number there.
-        page: the descriptor of its page.
         stack: the descriptor of the file into which it writes its stack when it is asked; -1: it does not.
     """
 
@@ -85,8 +83,6 @@ class Pulse:
     """The page of this rank, and the thread that writes it; the thread waits for nothing.
 
     Attributes:
-        address: where others find it.
-        page: what is written on it.
         held_up_s: for how long, so far, the process could not run Python for more than a second.
     """
 
@@ -270,12 +266,7 @@ def _stack_file() -> int:
 
 @dataclass(slots=True)
 class Pulses:
-    """What this rank finds out about the others of its host, from the outside.
-
-    Attributes:
-        pages: of the others.
-        tell: gets a text for people.
-    """
+    """What this rank finds out about the others of its host, from the outside."""
 
     rank: int
     pages: Mapping[int, OtherPage]

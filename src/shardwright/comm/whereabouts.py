@@ -58,7 +58,6 @@ class Stalls:
 
     Attributes:
         patience_s: how long a rank may be still before it is named.
-        said: the last note of another rank.
     """
 
     rank: int

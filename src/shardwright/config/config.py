@@ -103,11 +103,7 @@ class Config(Settings):
 
     @classmethod
     def merge(cls, *layers: "Mapping[str, Any] | Config | None") -> "Config":
-        """Reads several dictionaries of settings, the last one strongest. A null means "the default".
-
-        Raises:
-            ConfigError: as `parse`.
-        """
+        """Reads several dictionaries of settings, the last one strongest. A null means "the default"."""
         config, problems = cls._read(layers)
         if config is not None:
             problems += _contradictions(config)
@@ -117,11 +113,7 @@ class Config(Settings):
 
     @classmethod
     def check(cls, settings: Any, *, source: str) -> None:
-        """Refuses settings of a file that can never be used, whatever others are merged with them.
-
-        Raises:
-            ConfigError: as `parse`; the message begins with the file.
-        """
+        """Refuses settings of a file that can never be used, whatever others are merged with them."""
         if settings is not None and not isinstance(settings, Mapping):
             raise ConfigError(f"{source} holds no settings: write lines such as microbatches: 4")
         _refuse(cls._read([settings])[1], source=source)

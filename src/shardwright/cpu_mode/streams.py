@@ -54,11 +54,7 @@ def _made_for_cuda(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Event(torch.Event):
-    """A moment; for `torch.cuda.Event`. Functions of PyTorch's core see one of the CPU.
-
-    Args:
-        enable_timing, blocking, interprocess, external: taken, without a meaning here.
-    """
+    """A moment; for `torch.cuda.Event`. Functions of PyTorch's core see one of the CPU."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return super().__new__(cls, "cpu")

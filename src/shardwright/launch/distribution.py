@@ -50,7 +50,6 @@ class Distribution:
         processes_per_host: as it was asked for; None leaves it to the machines.
         is_one_process: nothing asks for more than one process a host.
         mpi: scripts see that they were started by mpirun.
-        mpi_options: what was given as ``custom_mpi_options``.
         dataparallel: scripts see that the data parallel library is enabled.
         mp_parameters: of the model parallel library; None without it.
         remarks: what a user should know, one sentence each.

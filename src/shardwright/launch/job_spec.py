@@ -39,7 +39,6 @@ class JobSpec:
 
     Attributes:
         name: its name, and that of its run folder.
-        entry_point: the script, relative to `source_dir`.
         source_dir: the folder in which the script starts, absolute.
         hyperparameters: the same by name, those of the model parallel library included.
         channels: folders of data by the names of their channels.
@@ -48,7 +47,6 @@ class JobSpec:
         device: ``cpu`` runs a script that is written for CUDA on the CPU.
         runs_dir: the folder that holds the run folders, absolute.
         import_folders: folders to import from, besides that of the script.
-        framework_params: what ``SM_FRAMEWORK_PARAMS`` says.
         max_run_s: stops the job after so long; None for no limit.
         max_restarts: how often all ranks start again after a failure.
         image: a container image, for engines that need one.

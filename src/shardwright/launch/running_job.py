@@ -68,7 +68,6 @@ class RunningJob(ABC):
 
     Attributes:
         exit_code: how it ended (see `shardwright.exit_codes`); None while it runs.
-        failure: why it failed, if it did.
     """
 
     poll_s = _POLL_S

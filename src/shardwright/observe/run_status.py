@@ -105,11 +105,7 @@ class RankStatus:
 
 
 def read_statuses(folder: RunFolder) -> tuple[RankStatus, ...]:
-    """Of all ranks whose pages are in a run folder, and of the present run in it.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Of all ranks whose pages are in a run folder, and of the present run in it."""
     record = read_record(folder)
     begun_s = 0.0 if record is None else record.begun_s
     found = [page for path in (folder.path / FOLDER).glob("rank*") if (page := _page(path)) is not None]

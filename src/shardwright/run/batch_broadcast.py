@@ -30,7 +30,6 @@ class TensorBroadcast:
     """Gives all ranks of a replica the tensors of its first rank, whatever the others have.
 
     Attributes:
-        is_source: this rank is the first.
         seal: of the run, if it has a secret.
     """
 

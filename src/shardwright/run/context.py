@@ -86,7 +86,6 @@ class Host(NamedTuple):
 
     Attributes:
         address: from which the rank reaches the host that serves the store.
-        page: of the rank's pulse.
     """
 
     name: str
@@ -94,11 +93,7 @@ class Host(NamedTuple):
     page: PageAddress
 
     def refuses(self, timeout_s: float) -> bool:
-        """Whether it answers a knock at a port where nobody listens.
-
-        Raises:
-            OSError: no answer comes, as from a host that cannot be reached, or behind a firewall.
-        """
+        """Whether it answers a knock at a port where nobody listens."""
         with suppress(ConnectionError):  # it has answered
             socket.create_connection((self.address, _NO_PORT), timeout=timeout_s).close()
         return True
@@ -109,11 +104,9 @@ class RankWatch:
     """The watch over ranks that fail, or do not come; None for a single rank.
 
     Attributes:
-        blame: finds out which rank failed first.
         whereabouts: tells the others where this rank is in its script.
         roll_call: waits for ranks that are to make a call together.
         pulse: tells the other ranks of this host that this one lives.
-        hosts: of all ranks.
         hosts_answer: knocks at another host's closed port were answered at the start: if they are not
             later, it cannot be reached.
     """

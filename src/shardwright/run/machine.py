@@ -44,12 +44,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 class UpdateCosts(NamedTuple):
-    """How fast a rank updates parameters.
-
-    Attributes:
-        bytes_a_second: of large parameters; 0: not known.
-        parameter_s: seconds for a parameter, however small.
-    """
+    """How fast a rank updates parameters."""
 
     bytes_a_second: float = 0.0
     parameter_s: float = 0.0

@@ -61,7 +61,6 @@ class Facts:
     """What a front end knows of a script, asked for when steps end.
 
     Attributes:
-        learning_rate: of the first group of parameters.
         update_s: seconds of updates since the last step.
         state_bytes: of parameters, gradients, and what optimizers keep, on this rank.
     """

@@ -103,7 +103,6 @@ class RankSnapshot:
 
     Attributes:
         parameters: full names of the tensors that are parameters of the model.
-        document: what else it saves, as JSON.
     """
 
     parts: Sequence[TensorPart]

@@ -27,7 +27,6 @@ class BatchRecord:
     """What a rank did in one batch.
 
     Attributes:
-        samples: in the batch of this replica.
         tokens: in the batch of this replica; None if it is not made of tokens.
         flops: of the model's forward for the batch; 0 where they were not counted.
         row: what this rank did, action by action.
@@ -36,7 +35,6 @@ class BatchRecord:
         memory: bytes in use at the end of each of them; empty where nobody asked.
         host_copies: (action, start, end) of copies of what units keep to the host and back.
         schedule: the order of work; None where it is none that has a name.
-        edges: transfers between stages, with bytes.
         run_as: whether microbatches are run from a list of calls, or why not; empty where that is not asked.
     """
 

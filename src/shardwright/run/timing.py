@@ -107,7 +107,6 @@ class Share:
         kind: of unit, the same for all sizes of microbatches.
         seconds: that a step spends in it, as estimated.
         microbatches: of a batch; the more, the smaller they are.
-        calls: of the class in a step.
     """
 
     kind: str
@@ -125,7 +124,6 @@ class Turns:
         budget_s: seconds after which no further turn begins.
         remembered: what earlier runs have timed: it gets no turn. What they have inferred may get one.
         timed: what was timed now, one of each turn.
-        failed: classes that cannot be run.
     """
 
     shares: Mapping[str, Share]

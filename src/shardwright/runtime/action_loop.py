@@ -52,11 +52,7 @@ class _Sender(Protocol):
 
 
 class Messages:
-    """Posts receives ahead, waits for them when they are needed, and sends.
-
-    Attributes:
-        waited_s: seconds spent waiting for messages.
-    """
+    """Posts receives ahead, waits for them when they are needed, and sends."""
 
     def __init__(self, channels: Channels, programs: Sequence[RankProgram]):
         self.waited_s = 0.0
@@ -172,11 +168,7 @@ def run_actions(
 
 
 class _Noted:
-    """Where actions are noted: on the page of this rank, once it has one.
-
-    Attributes:
-        at: of the last one.
-    """
+    """Where actions are noted: on the page of this rank, once it has one."""
 
     __slots__ = ("at", "cells")
 

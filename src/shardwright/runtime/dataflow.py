@@ -52,7 +52,6 @@ class Copy:
         base: value to copy; all others are views of it.
         from_stage: the value is another stage's; else one that the microbatch holds.
         order: dims of the base from the widest stride to the narrowest.
-        offset: element at which the base starts.
         views: (position among the leaves of the arguments or None, value after, where it lies in memory).
     """
 

@@ -15,7 +15,6 @@ class View:
     """The place of a tensor in memory, in elements.
 
     Attributes:
-        memory: equal for tensors that share memory.
         stride: elements from one entry to the next, by dim.
     """
 
@@ -123,7 +122,6 @@ class TracedFunction(Protocol):
     Attributes:
         graph: the nodes that are placed on stages.
         steps: everything that was intercepted, in the order of execution.
-        tensors: the tensors behind the graph's values.
     """
 
     @property

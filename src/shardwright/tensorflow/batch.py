@@ -16,9 +16,7 @@ class Arguments:
     """The arguments of one call.
 
     Attributes:
-        tensors: those that are data, in order.
         names: the parameter that takes each of them.
-        split: whether each is cut into microbatches.
         key: equal for calls whose other arguments are the same.
         rebuild: makes (args, kwargs) of other tensors in the same places.
     """

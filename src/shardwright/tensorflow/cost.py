@@ -40,7 +40,6 @@ class TimedStep:
 
     Attributes:
         graph: the same as the planner reads it.
-        labels: of the unit calls, in order.
         lent: gives variables values for a while that have none yet.
     """
 

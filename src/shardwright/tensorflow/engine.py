@@ -39,7 +39,6 @@ class Engine:
     """Runs step functions.
 
     Attributes:
-        is_tracing: a step function is being traced.
         recorder: notes of that trace; None where none is going on.
         after_placement: called when the first step has placed the layers, and before it runs them.
         goes_on: where a step that was traced goes on with a variable whose update waits.

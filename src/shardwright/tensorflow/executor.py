@@ -109,7 +109,6 @@ class _PieceStage:
     """See `shardwright.runtime.action_loop.Stage`.
 
     Attributes:
-        messages: where other ranks' tensors come in.
         results: where outputs of the step function go.
     """
 

@@ -25,7 +25,6 @@ class KerasRun(Context):
 
     Attributes:
         variables: which of the model's variables other ranks hold.
-        is_applying: an optimizer updates this rank's variables.
         slots_to_load: by the id of an optimizer without slots: makes those of some variables, as restored.
         aside: (optimizer, gradients, variables) that a step function would apply, where that is to wait for
             the end of the batch; None where it is refused.
@@ -195,9 +194,6 @@ def delayed_initialization() -> Iterator[None]:
     models are, and others are by ``model(tf.keras.Input(shape))``. Values are those that they would have had.
     A value that a variable is given before the first step, as by ``load_weights``, is kept in memory until
     then.
-
-    Raises:
-        UsageError: `sw.init` was not called.
 
     Example::
 

@@ -21,7 +21,6 @@ class BuiltPiece:
 
     Attributes:
         feeds: names of the tensors that it takes, in the order of its arguments.
-        gives: names of those that it returns.
         run: runs it on the tensors that it takes; gives those that it returns.
     """
 

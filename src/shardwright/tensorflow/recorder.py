@@ -53,14 +53,11 @@ class Recorder:
 
     Attributes:
         sizes: name of each of these tensors that was made -> number of entries; None where that is not known.
-        notes: name of an operation -> note.
-        calls: all calls of layers, in order.
         hidden: layers that were called in a graph inside this one, where they cannot have stages.
         gradients: name of a tensor -> TensorFlow's variable whose gradient it is.
         target: the tensor whose gradients were asked for last; None before, and where they are several.
         losses: all tensors whose gradients by variables were asked for; without gradients, what the model has
             told as its loss.
-        trains: gradients by variables were asked for.
         goes_on: where the step goes on with a variable after an optimizer was given its gradient.
     """
 

@@ -19,7 +19,6 @@ class Operation:
     """One operation of the traced graph.
 
     Attributes:
-        kind: its type, as ``"MatMul"``.
         inputs: names of the tensors that it reads.
         outputs: names of the tensors that it makes.
         controls: names of operations that come before it.
@@ -48,7 +47,6 @@ class StepGraph:
     """One microbatch of a step function.
 
     Attributes:
-        operations: each behind those that it needs.
         specs: of each tensor; sizes that are not known before the run are -1.
         variables: name of the operation that stands for a variable's handle -> number of the variable.
         arguments: names of the tensors that are given to the step function.

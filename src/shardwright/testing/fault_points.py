@@ -30,11 +30,7 @@ NOTES = "faults.jsonl"
 
 
 def install(rank: int, world_size: int) -> None:
-    """Has the faults of this rank happen from now on; at the beginning of ``sw.init``.
-
-    Raises:
-        ConfigError: the file cannot be used, or is for other ranks.
-    """
+    """Has the faults of this rank happen from now on; at the beginning of ``sw.init``."""
     path = Path(os.environ[CHAOS])
     faults = Faults.read(path)
     folder = Path(os.environ.get("SHARDWRIGHT_RUN_DIR") or path.parent)
@@ -53,11 +49,7 @@ def happened(notes: Path) -> list[dict[str, Any]]:
 
 
 class RankFaults:
-    """The faults of a rank that have not happened yet.
-
-    Attributes:
-        phases: in which they may happen.
-    """
+    """The faults of a rank that have not happened yet."""
 
     def __init__(self, faults: Faults, rank: int, world_size: int, notes: Path):
         self._rank = rank

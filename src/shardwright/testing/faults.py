@@ -69,7 +69,6 @@ class Fault(Record):
 
     Attributes:
         step: the first step in which it may happen, counted from 1 over restarts.
-        seconds: how long; None: for ever.
         again: it happens each time that the ranks start, and not once.
     """
 
@@ -102,8 +101,6 @@ class RandomFaults(Record):
 
     Attributes:
         every_s: seconds on average from the first step after a start, or from the last fault, to the next.
-        seconds: of ``pause`` and ``slow``.
-        most: so many in all.
     """
 
     seed: int = 0
@@ -136,11 +133,7 @@ class Faults(Record):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Faults":
-        """Reads YAML or JSON.
-
-        Raises:
-            ConfigError: it cannot be used; the message names the line or the field.
-        """
+        """Reads YAML or JSON."""
         file = UserFile(path, what="chaos file", error=ConfigError)
         return file.model(cls, file.read_yaml() or {})
 

@@ -38,11 +38,7 @@ class DataRanks:
     """Ranks with different data.
 
     Attributes:
-        rank: this one among them, from 0.
-        size: how many there are.
         local_rank: this rank on its host, from 0.
-        local_size: ranks on this host.
-        world_ranks: of them.
         group: for collectives; None where this rank is alone.
     """
 
@@ -74,11 +70,7 @@ class DataRanks:
         return found
 
     def broadcast(self, tensors: list[Tensor], root: int) -> list[Tensor]:
-        """The tensors of one rank, on all; collective.
-
-        Raises:
-            UsageError: there is no such rank.
-        """
+        """The tensors of one rank, on all; collective."""
         if not 0 <= root < self.size:
             raise UsageError(f"root rank {root} does not exist: there are {self.size} ranks, from 0.")
         found = [tensor.clone() for tensor in tensors]
@@ -93,11 +85,7 @@ class DataRanks:
         return found
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The rows of all ranks, by rank; collective. Ranks may have different numbers of rows.
-
-        Args:
-            tensor: (rows, ...); a number counts as one row.
-        """
+        """The rows of all ranks, by rank; collective. Ranks may have different numbers of rows."""
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
         if self.size == 1:
             return rows.clone()
@@ -156,11 +144,7 @@ def leave() -> None:
 
 
 def data_ranks() -> DataRanks:
-    """The ranks with different data.
-
-    Raises:
-        UsageError: nobody has joined them.
-    """
+    """The ranks with different data."""
     if is_initialized():
         run = context()
         return DataRanks(

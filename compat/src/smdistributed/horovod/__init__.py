@@ -37,11 +37,7 @@ def is_ours() -> bool | None:
 
 
 def install() -> str:
-    """Makes ``import horovod`` work in this environment; gives a sentence that says what was done.
-
-    Raises:
-        FileExistsError: a real Horovod is there.
-    """
+    """Makes ``import horovod`` work in this environment; gives a sentence that says what was done."""
     if is_ours() is False:
         raise FileExistsError(
             "a real Horovod is installed in this environment, and scripts get that one. Nothing was changed."

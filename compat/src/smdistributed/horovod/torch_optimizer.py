@@ -22,12 +22,7 @@ def averaging_optimizer(optimizer: Any, *, average: bool, in_half_precision: boo
     of its replicas itself.
 
     Args:
-        optimizer: it is changed, and returned.
         average: take the mean of all ranks' gradients; else the sum.
-        in_half_precision: gradients travel in 16 bits.
-
-    Raises:
-        UsageError: it is no optimizer, or is wrapped already.
     """
     if is_initialized():
         return optimizer

@@ -35,29 +35,12 @@ _REMEDY = (
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
-    """Sends an object to one rank, which calls `recv_from`; returns when it takes it.
-
-    Args:
-        obj: anything that can be pickled.
-        dest_rank: who gets it.
-        rank_type: in which group that rank is counted.
-
-    Raises:
-        UsageError: there is no such rank, or it is this one.
-    """
+    """Sends an object to one rank, which calls `recv_from`; returns when it takes it."""
     _give("smp.send()", obj, [_other(dest_rank, rank_type, "send")])
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """Takes an object that another rank sends, or broadcasts.
-
-    Args:
-        src_rank: who sends it.
-        rank_type: in which group that rank is counted.
-
-    Raises:
-        UsageError: there is no such rank, or it is this one.
-    """
+    """Takes an object that another rank sends, or broadcasts."""
     source = _other(src_rank, rank_type, "recv_from")
     rank = present_run().rank
     needs = f"smp.recv_from() on rank {rank} needs smp.send() or smp.broadcast() on rank {source}"
@@ -66,22 +49,12 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
-    """Sends an object to all others of a group, who call `recv_from`; returns when all have taken it.
-
-    Args:
-        obj: anything that can be pickled.
-        group: which group.
-    """
+    """Sends an object to all others of a group, who call `recv_from`; returns when all have taken it."""
     _give("smp.broadcast()", obj, [other for other in members(group) if other != present_run().rank])
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
-    """The objects of all ranks of a group, by their ranks in it; all of them call it.
-
-    Args:
-        obj: anything that can be pickled.
-        group: which group.
-    """
+    """The objects of all ranks of a group, by their ranks in it; all of them call it."""
     current = present_run()
     ranks = members(group)
     meet("smp.allgather()", ranks)

@@ -120,7 +120,6 @@ class Configuration:
     Attributes:
         values: every key of the library, with its default where it was not given.
         given: keys that were given, under their canonical names.
-        settings: what `shardwright.Config` is made from.
         remarks: what a user should know of settings that change nothing, one sentence each.
     """
 
@@ -136,12 +135,7 @@ def read_configuration(
     """Reads what the script and its launcher say.
 
     Args:
-        config: what the script gives ``smp.init``.
         environ: the environment variables; those that are set here win over `words`, and these over `config`.
-        words: arguments of the script, among which ``--mp_parameters`` may be.
-
-    Raises:
-        ConfigError: settings contradict each other, or ask for what is not there yet.
     """
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(

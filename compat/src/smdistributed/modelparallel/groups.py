@@ -72,11 +72,7 @@ class RankType(Enum):
 
 
 def kind_of(group: Any) -> Axes:
-    """The kind of group that a `CommGroup` or a `RankType` names.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """The kind of group that a `CommGroup` or a `RankType` names."""
     if isinstance(group, CommGroup | RankType):
         kind: Axes = group.value
         return kind

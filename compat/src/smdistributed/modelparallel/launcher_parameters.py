@@ -16,12 +16,6 @@ _OPTIONS = ("--mp_parameters", "--mp-parameters")
 def parameters_among(words: Sequence[str]) -> dict[str, Any]:
     """The settings that follow ``--mp_parameters`` among the words of a command line; the last one counts.
 
-    Args:
-        words: arguments of the script, which need not know this one.
-
-    Raises:
-        ConfigError: they cannot be read.
-
     >>> parameters_among(["--epochs", "3", "--mp_parameters", "partitions=2,ddp=True"])
     {'partitions': 2, 'ddp': True}
     """
@@ -40,15 +34,7 @@ def parameters_among(words: Sequence[str]) -> dict[str, Any]:
 
 
 def contradictions(environ: Mapping[str, str], *, local_size: int) -> list[str]:
-    """What ``SM_FRAMEWORK_PARAMS`` says otherwise than it is, one sentence each.
-
-    Args:
-        environ: the environment variables.
-        local_size: ranks on this host.
-
-    Raises:
-        ConfigError: the variable cannot be read.
-    """
+    """What ``SM_FRAMEWORK_PARAMS`` says otherwise than it is, one sentence each."""
     text = environ.get(FRAMEWORK_VARIABLE, "").strip()
     try:
         said = json.loads(text) if text else {}

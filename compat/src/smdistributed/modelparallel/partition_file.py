@@ -24,15 +24,7 @@ _KEYS = ("load_partition", "partition_file")
 
 
 def settings_with_partition(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Shardwright, for those of the library.
-
-    Args:
-        settings: what was given.
-        values: all of the library's, with their defaults.
-
-    Raises:
-        ConfigError: no file is given, or what it has contradicts the settings; the message has both.
-    """
+    """Settings of Shardwright, for those of the library."""
     found = {key: value for key, value in settings.items() if key not in _KEYS}
     if not values["load_partition"]:
         return found

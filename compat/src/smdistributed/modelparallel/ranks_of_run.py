@@ -61,15 +61,7 @@ class RanksOfRun:
         return is_initialized() and self.configuration is not None
 
     def is_begun_with(self, configuration: Configuration, *, given: bool) -> bool:
-        """Whether ``smp.init`` was called before, so that nothing is left to do.
-
-        Args:
-            configuration: what it reads now.
-            given: the script gives settings.
-
-        Raises:
-            UsageError: it was called with other settings.
-        """
+        """Whether ``smp.init`` was called before, so that nothing is left to do."""
         if not self.initialized:
             return False
         if given and configuration != self.configuration:
@@ -81,11 +73,7 @@ class RanksOfRun:
 
     @property
     def objects_group(self) -> dist.ProcessGroup:
-        """All ranks, for objects.
-
-        Raises:
-            UsageError: an object is under way that nobody has taken: the next one would be taken for it.
-        """
+        """All ranks, for objects."""
         present_run()
         if self._lost_object:
             raise UsageError(
@@ -123,11 +111,7 @@ ranks_of_run = RanksOfRun()
 
 
 def present_run() -> Context:
-    """The run that ``smp.init`` began.
-
-    Raises:
-        NotInitializedError: it was not called.
-    """
+    """The run that ``smp.init`` began."""
     if not ranks_of_run.initialized:
         raise NotInitializedError(
             "smdistributed.modelparallel is not initialised: smp.init() was not called. Call it first, once "

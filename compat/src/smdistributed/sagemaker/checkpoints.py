@@ -104,16 +104,7 @@ def async_save(
     """Copies the state, and returns while a thread writes it; collective over the group.
 
     Args:
-        state_dict: of the model and others.
-        checkpoint_id: the folder.
-        storage_writer: of torch.distributed.checkpoint, as `planner`.
-        process_group: ranks that write this folder together; None for all.
         coordinator_rank: changes nothing, as the next four: the first rank of the group writes the metadata.
-        queue: where `maybe_finalize_async_calls` finds it; that of the process by default.
-        sharded_strategy: see above.
-        wait_error_handling: see above.
-        force_check_all_plans: see above.
-        s3_region: refused, as `s3client_config`.
     """
     if s3_region is not None or s3client_config is not None or is_s3_uri(checkpoint_id):
         raise not_here("torch.sagemaker: a checkpoint in S3", "distributed.checkpoint.s3_filesystem")
@@ -153,14 +144,8 @@ def load(
 
     Args:
         state_dict: of the model and others, as they are now; an optimizer's after `init_optim_state`.
-        checkpoint_id: the folder.
-        storage_reader: of torch.distributed.checkpoint, as `planner`.
-        process_group: as it was for saving.
         check_keys_matched: False leaves what the folder lacks as it is.
         coordinator_rank: changes nothing, as `kwargs`.
-
-    Raises:
-        CheckpointError: the folder has no such state.
     """
     if planner is None and not check_keys_matched:
         planner = DefaultLoadPlanner(allow_partial_load=True)

@@ -19,8 +19,6 @@ class DelayedParamIniter:
 
     Args:
         model: of transformers, whose own initialisation is used, or with ``reset_parameters`` in its layers.
-        init_method_using_config: initialises one module, in place of those.
-        verbose: logs each module.
     """
 
     def __init__(

@@ -74,11 +74,7 @@ class NotHereInPackageError(UsageError, AttributeError):
 
 
 def check_module(fullname: str) -> bool:
-    """Whether a module is a package.
-
-    Raises:
-        NotHereError: there is no such module here.
-    """
+    """Whether a module is a package."""
     below = _below(fullname)
     if below not in _MODULES and below not in _STAND_INS and below not in _PACKAGES:
         raise not_here(fullname, below)

@@ -248,11 +248,7 @@ def transform(
     """The model, which stays as it is: no degree divides its layers.
 
     Args:
-        model: before FSDP wraps it.
         device: where its tensors shall be; those on the meta device stay there. `dtype` likewise.
-        config: refused with ``smp_moe``, because SMP's layers of experts are not here.
-        load_state_dict_from_rank0: all ranks get the values of the first one; collective.
-        cp_comm_type: changes nothing without a context degree.
     """
     if not is_initialized():
         raise UsageError("tsm.transform needs the settings. Call tsm.init() first, on every rank.")

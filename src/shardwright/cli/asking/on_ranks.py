@@ -24,11 +24,7 @@ RANKS = "shardwright.cli.asking.measuring_ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The order to measure.
-
-    Attributes:
-        out: where rank 0 writes the profile.
-    """
+    """The order to measure."""
 
     factory: str
     build_on: str

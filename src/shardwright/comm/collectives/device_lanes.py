@@ -245,7 +245,6 @@ class Accelerator:
     """A type of device, and how its tensors get to other ranks.
 
     Attributes:
-        device_type: as `torch.device.type` has it.
         is_present: whether this process could use it.
         make_group: makes the groups that take its tensors.
         make_lanes: makes what runs hops, for the ordered thread of a group.

@@ -49,13 +49,7 @@ _READY = b"ready"
 
 
 class Operation(NamedTuple):
-    """The collective that a rank is in.
-
-    Attributes:
-        number: counts the collectives of a group.
-        kind: such as ``all_gather``.
-        dtype: such as ``float32``.
-    """
+    """The collective that a rank is in."""
 
     number: int
     kind: str

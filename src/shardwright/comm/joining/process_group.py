@@ -155,7 +155,6 @@ class _Groups:
     Attributes:
         default: the default group with which they were made.
         in_doubt: a step failed in its middle, so that messages may be under way that nobody took.
-        made: by ranks, use, timeout and backend.
         session: what all ranks share as long as there is the default group `of_session`.
         store: that of the default group, sealed as far as the session is.
     """

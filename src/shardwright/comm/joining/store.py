@@ -260,11 +260,7 @@ class _Store(Protocol):
 
 
 class ValueBoard:
-    """The values that ranks post, batch by batch.
-
-    Attributes:
-        waited_s: for values, since the batch began.
-    """
+    """The values that ranks post, batch by batch."""
 
     def __init__(
         self,

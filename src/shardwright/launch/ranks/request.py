@@ -59,7 +59,6 @@ class LaunchRequest:
         grace_s: seconds that ranks may take to end after a signal.
         device: ``cpu`` runs a script that is written for CUDA on the CPU; ``auto`` leaves it as it is.
         mp_parameters: of SageMaker's model parallel library, for scripts that use its names.
-        chaos: a file of faults on purpose.
     """
 
     target: str

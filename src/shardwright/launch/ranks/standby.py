@@ -47,9 +47,6 @@ _ANSWER_S = 5.0
 class Standby:
     """Starts the process once a rank has told its libraries, and ends it with this object's context.
 
-    Args:
-        folder: of this run's launcher, which nobody else can enter.
-
     Attributes:
         process: None before a rank has told its libraries.
     """

@@ -133,7 +133,6 @@ def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> st
 
     Args:
         before: the ends of the life before the last one; none if there was one life.
-        now: those of the last one.
     """
     failed = first_cause_first(now)
     if not failed or failed[0].signal_number is not None or failed[0].exit_code == SAVED_AND_REQUEUE:

@@ -43,9 +43,7 @@ class RunFacts:
     Attributes:
         microbatches: how they were run at its end.
         begun: when it began or went on last, in UTC.
-        spent: where its time has gone.
         slow_rank: the rank that the others waited for most, and for which share of their time.
-        machine: host, device, cores, system; by name.
         settings: those that are not the defaults, by name.
     """
 

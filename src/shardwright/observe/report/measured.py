@@ -38,7 +38,6 @@ class Span:
     Attributes:
         kind: forward, backward, input, weight, send, wait, offload or load.
         start_s: seconds from the start of the first work.
-        name: such as 0F3.
     """
 
     rank: int

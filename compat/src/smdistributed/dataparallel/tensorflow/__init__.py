@@ -65,11 +65,7 @@ def shutdown() -> None:
 
 
 def get_worker_comm() -> NoReturn:
-    """Refused: it is the communicator of mpi4py that the original was started with.
-
-    Raises:
-        UsageError: always.
-    """
+    """Refused: it is the communicator of mpi4py that the original was started with."""
     raise UsageError(
         "get_worker_comm gives a communicator of mpi4py, and these ranks need none. What scripts ask it "
         "for is here: rank() and size(), broadcast(tensor, root), allreduce(tensor) for tensors; of objects, "
@@ -87,21 +83,14 @@ def allreduce(
     """A tensor over all ranks.
 
     Args:
-        tensor: dense, or the rows of a gradient.
         param_index: number of the gradient; the order of the calls counts, so it changes nothing.
         num_params: number of gradients; it changes nothing.
-        compression: of `Compression`.
-        op: of `ReduceOp`.
     """
     return _collectives.reduced(tensor, op, compression=compression)
 
 
 def oob_allreduce(tensor: Any, compression: Any = Compression.none, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
-    """The mean of a tensor over all ranks, for metrics.
-
-    Raises:
-        UsageError: another reduction is asked for.
-    """
+    """The mean of a tensor over all ranks, for metrics."""
     if op is not ReduceOp.AVERAGE:
         raise UsageError("oob_allreduce averages. For another reduction, call allreduce.")
     return _collectives.reduced(tensor, op, compression=compression)
@@ -123,11 +112,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Gives all variables of a graph of TensorFlow 1 the values of one rank; an operation.
-
-    Raises:
-        UsageError: TensorFlow runs eagerly, and has no such collection.
-    """
+    """Gives all variables of a graph of TensorFlow 1 the values of one rank; an operation."""
     if tf.executing_eagerly():
         raise UsageError(
             "broadcast_global_variables works in graphs of TensorFlow 1. Eagerly, call "
@@ -139,11 +124,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Broadcasts all variables when a session of TensorFlow 1 has made them.
-
-    Args:
-        root_rank: whose values the others take.
-    """
+    """Broadcasts all variables when a session of TensorFlow 1 has made them."""
 
     def __init__(self, root_rank: int, device: str = ""):
         super().__init__()
@@ -172,11 +153,7 @@ def DistributedGradientTape(  # noqa: N802
     """A ``tf.GradientTape`` whose gradients are those of all ranks together.
 
     Args:
-        gradtape: the tape, which is changed and returned.
         device_dense: changes nothing, and so do `device_sparse`, `persistent` and `watch_accessed_variables`.
-        compression: of `Compression`.
-        sparse_as_dense: rows of gradients become dense tensors.
-        op: of `ReduceOp`.
     """
     return _gradients.distributed_tape(
         gradtape, _gradients.over_ranks(op, compression=compression, sparse_as_dense=sparse_as_dense)

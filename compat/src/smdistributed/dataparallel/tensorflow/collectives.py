@@ -57,12 +57,7 @@ def reduced_each(
 
     Args:
         tensors: None for those that this rank does not hold, and for those without gradient.
-        reduction: of the ranks' tensors.
-        compression: of `Compression`.
         sparse_as_dense: rows of gradients become dense tensors first; else the rows of all ranks are joined.
-
-    Returns:
-        In the places of `tensors`.
     """
     found: list[Any] = list(tensors)
     dense: dict[int, Any] = {}
@@ -141,11 +136,7 @@ def _keras_run() -> KerasRun | None:
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def _in_order(collective: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Any]) -> list[Any]:
-    """Runs a collective, behind those that were written before it.
-
-    Raises:
-        UsageError: it stands inside of a step function, which runs once for each microbatch.
-    """
+    """Runs a collective, behind those that were written before it."""
     run = _keras_run()
     if run is not None and run.is_tracing:
         raise UsageError(

@@ -27,11 +27,7 @@ def distributed_tape(tape: Any, average: Average) -> Any:
     """A tape whose gradients are those of all ranks together.
 
     Args:
-        tape: it is changed, and returned.
         average: makes the gradients of all ranks of a list.
-
-    Raises:
-        UsageError: it is no tape.
     """
     if not isinstance(tape, tf.GradientTape):
         raise UsageError(f"DistributedGradientTape takes a tf.GradientTape, not a {type(tape).__name__}.")
@@ -49,7 +45,6 @@ def distributed_optimizer(optimizer: Any, average: Average) -> Any:
     """A Keras optimizer that averages gradients over all ranks before it applies them.
 
     Args:
-        optimizer: it is changed, and returned.
         average: makes the gradients of all ranks of a list.
 
     Raises:

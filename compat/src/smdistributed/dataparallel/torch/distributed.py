@@ -93,11 +93,7 @@ def get_local_rank() -> int:
 def all_reduce(
     tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: Any = group.WORLD, async_op: bool = False
 ) -> Any:
-    """Makes a tensor that of all ranks together, in place; on every rank.
-
-    Returns:
-        With `async_op`, what has ``wait()``.
-    """
+    """Makes a tensor that of all ranks together, in place; on every rank."""
     _check(group)
     reduction = getattr(torch_dist.ReduceOp, ReduceOp(op).value)
     return torch_dist.all_reduce(tensor, op=reduction, async_op=async_op)

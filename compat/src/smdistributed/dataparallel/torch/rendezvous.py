@@ -15,17 +15,7 @@ __all__ = ["tell_torch"]
 
 
 def tell_torch(environ: MutableMapping[str, str] = os.environ) -> LaunchEnvironment:
-    """Sets what `torch.distributed` reads, as far as the launcher has not.
-
-    Args:
-        environ: the environment variables.
-
-    Returns:
-        Which rank this is.
-
-    Raises:
-        LaunchError: variables of the launcher contradict each other.
-    """
+    """Sets what `torch.distributed` reads, as far as the launcher has not."""
     server = environ.get("SMDATAPARALLEL_SERVER_ADDR")  # what smddprun says of the first host
     if server and not environ.get("MASTER_ADDR"):
         environ["MASTER_ADDR"] = server

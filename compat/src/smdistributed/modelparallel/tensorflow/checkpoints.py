@@ -31,17 +31,7 @@ class CheckpointManager:
     """Saves and restores what a ``tf.train.Checkpoint`` has; every rank makes one.
 
     Args:
-        checkpoint: a ``tf.train.Checkpoint``, or a model.
         directory: the same for all ranks. Those of one host share it.
-        max_to_keep: how many checkpoints stay; None for all.
-        checkpoint_name: of the files.
-
-    Attributes:
-        checkpoint: the ``tf.train.Checkpoint``.
-        directory: of this rank's checkpoints.
-
-    Raises:
-        NotInitializedError: ``smp.init`` was not called.
     """
 
     def __init__(
@@ -77,9 +67,6 @@ class CheckpointManager:
 
         The first replica writes. Others, which have the same values, only count.
 
-        Args:
-            args: as for ``tf.train.CheckpointManager.save``, and so is `kwargs`.
-
         Returns:
             The path of this rank's checkpoint, without its endings.
         """
@@ -101,9 +88,6 @@ class CheckpointManager:
         Args:
             restore_prefix: ``"ckpt-2"``, or a path that ends so; None for the newest that all ranks of the
                 replica have. If there is none, nothing happens.
-
-        Returns:
-            TensorFlow's status of the load, which has ``expect_partial()``.
 
         Raises:
             CheckpointError: some ranks have it and others lack it, or it was saved with another partition.

@@ -65,14 +65,7 @@ def num_microbatches() -> int:
 
 
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
-    """Has a function run once, eagerly, when the first step has placed the layers, and before it runs them.
-
-    Args:
-        hook: without arguments; also as a decorator.
-
-    Raises:
-        NotInitializedError: ``smp.init`` was not called.
-    """
+    """Has a function run once, eagerly, when the first step has placed the layers, before it runs them."""
     present_run()
     keras_run().after_placement.append(hook)
     return hook

@@ -24,16 +24,7 @@ def folder_of(root: "str | os.PathLike[str]", rank: int) -> Path:
 
 
 def send_checkpoint_files(root: "str | os.PathLike[str]", dst_rank: int) -> None:
-    """Sends the files of this rank's checkpoints to another rank, which calls `receive_checkpoint_files`.
-
-    Args:
-        root: the ``directory`` of the `CheckpointManager`.
-        dst_rank: world rank.
-
-    Raises:
-        CheckpointError: there is no folder of this rank; on both.
-        UsageError: there is no such rank, or it is this one.
-    """
+    """Sends the files of this rank's checkpoints to another rank, which calls `receive_checkpoint_files`."""
     folder = folder_of(root, present_run().rank)
     if not folder.is_dir():
         send(None, dst_rank, RankType.WORLD_RANK)
@@ -47,16 +38,7 @@ def send_checkpoint_files(root: "str | os.PathLike[str]", dst_rank: int) -> None
 
 
 def receive_checkpoint_files(root: "str | os.PathLike[str]", src_rank: int) -> None:
-    """Takes the files that another rank sends with `send_checkpoint_files`.
-
-    Args:
-        root: the ``directory`` of the `CheckpointManager`.
-        src_rank: world rank.
-
-    Raises:
-        CheckpointError: the other rank has none, or sends what is no file of a checkpoint.
-        UsageError: there is no such rank, or it is this one.
-    """
+    """Takes the files that another rank sends with `send_checkpoint_files`."""
     names = recv_from(src_rank, RankType.WORLD_RANK)
     folder = folder_of(root, src_rank)
     if names is None:

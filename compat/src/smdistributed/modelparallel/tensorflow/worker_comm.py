@@ -53,10 +53,6 @@ class WorkerComm:
 
 
 def get_worker_comm() -> WorkerComm:
-    """The communicator of all ranks.
-
-    Raises:
-        NotInitializedError: ``smp.init`` was not called.
-    """
+    """The communicator of all ranks."""
     present_run()
     return WorkerComm()

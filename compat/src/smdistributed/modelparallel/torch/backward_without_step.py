@@ -26,11 +26,7 @@ __all__ = ["BackwardWithoutStep"]
 
 
 class BackwardWithoutStep:
-    """The backward of a model that is called outside of steps; collective over the replicas.
-
-    Args:
-        module: the user's module.
-    """
+    """The backward of a model that is called outside of steps; collective over the replicas."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -38,15 +34,7 @@ class BackwardWithoutStep:
         self._told: set[int] = set()  # the backwards in progress that are known
 
     def run(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """Runs autograd, and has replicas agree on gradients and buffers.
-
-        Args:
-            loss: one number, or any tensor if `gradient` is given.
-            gradient: gradient of what is trained with respect to `loss`.
-
-        Raises:
-            UsageError: the model is spread over stages, parameters are shared, or the loss is scaled.
-        """
+        """Runs autograd, and has replicas agree on gradients and buffers."""
         _refuse("model.backward(loss)")
         self._is_ours = True
         try:

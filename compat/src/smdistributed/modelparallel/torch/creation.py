@@ -88,7 +88,6 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **tp_config:
     """Has the supported modules in a module distributed when the model is wrapped; call it before.
 
     Args:
-        module: any module; what is inside is meant, too.
         enabled: False leaves it as it is, and whole on every rank.
         **tp_config: arguments of the distributed modules, which win over what a model has.
     """
@@ -150,10 +149,8 @@ def tp_register(
     Its weights are theirs where names and shapes are the same, and fresh ones elsewhere.
 
     Args:
-        dist_module: a class of ``smp.nn``.
         init_hook: has the parameters of the class's ``__init__`` without self, and returns the arguments of
             the distributed module's: ``(args, kwargs)``.
-        forward_hook: the same for ``forward``.
         return_hook: takes what the distributed module returns, and returns what the class's forward would.
 
     Raises:

@@ -23,11 +23,7 @@ __all__ = ["PartOfParameter", "describe_parts", "part_of"]
 
 
 class PartOfParameter:
-    """This rank's part of a parameter.
-
-    Attributes:
-        ds_numel: its elements.
-    """
+    """This rank's part of a parameter."""
 
     def __init__(self, parameter: nn.Parameter, model: DistributedModel):
         self._parameter = parameter
@@ -61,13 +57,7 @@ def describe_parts(model: DistributedModel) -> None:
 
 
 def part_of(parameter: nn.Parameter, model: DistributedModel, *, in_float32: bool = False) -> Tensor:
-    """This rank's part of a parameter, in one dimension.
-
-    Args:
-        parameter: of the model.
-        model: the wrapped model.
-        in_float32: what the optimizer updates, where that has more digits than the parameter.
-    """
+    """This rank's part of a parameter, in one dimension."""
     run, sharding = current_run(), model.replicas.sharding
     sharded = None if sharding is None else sharding.parameters.get(id(parameter))
     updated = model.replicas.updated_parts if in_float32 else None

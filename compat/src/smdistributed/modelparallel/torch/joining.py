@@ -26,10 +26,6 @@ __all__ = ["Joining"]
 class Joining:
     """The inside of one ``with model.join():``.
 
-    Args:
-        model: the wrapped model.
-        throws: all replicas fail when the first has no batch left.
-
     Attributes:
         weight: what losses are multiplied by now; None for nothing.
     """
@@ -50,14 +46,7 @@ class Joining:
         self.weight: float | None = None
 
     def begin_step(self, repeat: Callable[[], Any]) -> None:
-        """This replica has a batch; collective over the replicas.
-
-        Args:
-            repeat: makes the same step again, with all losses weighted by zero.
-
-        Raises:
-            UsageError: it is an evaluation; or another replica has none, and that is to be an error.
-        """
+        """This replica has a batch; collective over the replicas."""
         if not torch.is_grad_enabled():
             raise UsageError(
                 "an evaluation inside of model.join(): replicas with no batch left would not take part. "

@@ -16,13 +16,7 @@ __all__ = ["local_named_modules"]
 def local_named_modules(
     model: nn.Module, run: ScriptRun, *, partitioned: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of this rank, by their names; all of them as long as the model is whole.
-
-    Args:
-        model: the user's module.
-        run: the present run.
-        partitioned: every rank has been given its part.
-    """
+    """The modules of this rank, by their names; all of them as long as the model is whole."""
     ranks = _ranks_of_units(run) if partitioned and run.mesh.pipeline > 1 else {}
     for name, module in model.named_modules():
         if not ranks or _rank_of(name, ranks) == run.pipeline_rank:

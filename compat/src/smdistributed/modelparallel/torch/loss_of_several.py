@@ -15,11 +15,7 @@ def as_one(tensors: Sequence[Tensor], gradients: Any) -> Tensor:
     """A number with the gradients that several tensors have together.
 
     Args:
-        tensors: what ``backward`` was called with.
         gradients: for each, what is trained with respect to it; None for one that is a number.
-
-    Raises:
-        UsageError: there are more or fewer gradients than tensors.
     """
     given = [gradients] * len(tensors) if gradients is None else list(gradients)
     if len(given) != len(tensors) or not tensors:

@@ -18,11 +18,7 @@ __all__ = ["ModuleProxy", "unproxied"]
 
 
 class ModuleProxy:
-    """Stands for a module.
-
-    Args:
-        target: the user's module.
-    """
+    """Stands for a module."""
 
     __slots__ = ("__weakref__", "_target")
 

@@ -224,14 +224,7 @@ def _shard_group() -> dist.ProcessGroup:
 
 
 class HelpedOptimizer(DistributedOptimizer):
-    """Wraps a helper around an optimizer.
-
-    Args:
-        optimizer: the helper; its attribute ``optimizer`` is the optimizer.
-
-    Attributes:
-        helper: the script's own object.
-    """
+    """Wraps a helper around an optimizer."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any):
         self.helper = optimizer

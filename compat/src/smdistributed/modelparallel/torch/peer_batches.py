@@ -31,15 +31,7 @@ _SHOWN = 60  # characters of a value
 
 
 def with_batches_of_peers(batch: Batch) -> Batch:
-    """The batches of all ranks of this tensor-parallel group, one behind the other.
-
-    Args:
-        batch: of this rank.
-
-    Raises:
-        UsageError: tensors that are cut have other shapes or types on another rank, or anything else has
-            another value there.
-    """
+    """The batches of all ranks of this tensor-parallel group, one behind the other."""
     run = current_run()
     if run.mesh.tensor == 1 or state.cfg.prescaled_batch:
         return batch

@@ -59,12 +59,7 @@ def _is_spread() -> bool:
 
 
 def runs_of(sequential: nn.Sequential, strategy: str) -> list[list[nn.Module]]:
-    """The children that are recomputed together.
-
-    Args:
-        sequential: their parent.
-        strategy: as in `set_activation_checkpointing`.
-    """
+    """The children that are recomputed together."""
     children = list(sequential)
     size = _group_size(strategy) or max(len(children), 1)
     return [children[first : first + size] for first in range(0, len(children), size)]

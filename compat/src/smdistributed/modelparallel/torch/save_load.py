@@ -40,17 +40,13 @@ def save(
     """Saves an object as `torch.save` does; the file is there whole, or not at all.
 
     Args:
-        obj: what is saved.
-        f: name of the file.
         partial: each rank of a replica saves its own, into a file with its ranks at the end of the name. All
             ranks of the replica call it.
-        pickle_module: as for `torch.save`.
         pickle_protocol: as for `torch.save`. Files of other protocols than 2 may load only when trusted.
         v3: the name has the number of the replica, too: replicas have different parts.
 
     Raises:
         UsageError: `f` is no name of a file, or ranks of the replica are missing.
-        OSError: the disk is full, or cannot be written.
     """
     run = current_run()
     path = _path(f, "smp.save")
@@ -79,8 +75,6 @@ def load(
     """Loads what `save` or `torch.save` has saved.
 
     Args:
-        f: name of the file, without the ranks.
-        map_location: as for `torch.load`.
         pickle_module: what a trusted file is loaded with: see ``SHARDWRIGHT_TRUST_PICKLE``.
         partial: the file of this rank; else the one for all.
         kwargs: ``mmap`` as for `torch.load`; others (``back_compat``) change nothing.

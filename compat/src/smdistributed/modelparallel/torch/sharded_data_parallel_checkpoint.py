@@ -32,17 +32,7 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     tag: str | None = None,
     dtype: torch.dtype | None = torch.float32,
 ) -> "OrderedDict[str, Tensor]":
-    """The state of the whole model, under the names of the user's module; a plain model loads it.
-
-    Args:
-        dir: the folder that ``smp.save_checkpoint`` was given.
-        tag: of the checkpoint; None for the newest.
-        dtype: of its floating-point tensors; None for what they were saved in.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it has no shards.
-        CorruptCheckpointError: it is damaged.
-    """
+    """The state of the whole model, under the names of the user's module; a plain model loads it."""
     folder = _folder_of(Path(dir), tag)
     stages = sorted(
         int(path.stem.removeprefix("model_"))

@@ -111,10 +111,6 @@ def _as_it_is(current: ScriptRun, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_run() -> ScriptRun:
-    """The run that ``smp.init`` began.
-
-    Raises:
-        NotInitializedError: it was not called.
-    """
+    """The run that ``smp.init`` began."""
     present_run()
     return script_run()

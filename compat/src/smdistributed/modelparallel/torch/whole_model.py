@@ -12,12 +12,7 @@ __all__ = ["gather_on_host", "transient_buffers"]
 
 
 def gather_on_host(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives a module all of its parameters and buffers, on the host; takes its calls back to itself.
-
-    Args:
-        module: the user's module, of which a rank may have a part.
-        state: the whole of it.
-    """
+    """Gives a module all of its parameters and buffers, on the host; takes its calls back to itself."""
     made: dict[int, Any] = {}
     for path, sub in module.named_modules():
         prefix = f"{path}." if path else ""

@@ -103,7 +103,6 @@ class _Found:
     """What is imported.
 
     Attributes:
-        step: how many steps count as done.
         beside: gives what there is beside the model.
         tell_more: says what was taken over beside it, and what not.
     """
@@ -321,7 +320,6 @@ class _Row:
 
     Attributes:
         step: that was done when it was saved.
-        saved_at: when, in UTC, by ISO 8601.
     """
 
     name: str

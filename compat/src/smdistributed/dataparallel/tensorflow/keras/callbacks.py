@@ -22,12 +22,7 @@ _Callback: Any = tf.keras.callbacks.Callback
 
 
 class BroadcastGlobalVariablesCallback(_Callback):  # type: ignore[misc]
-    """Gives all ranks the model and the optimizer of one after the first batch: then all variables are there.
-
-    Args:
-        root_rank: whose values the others take.
-        device: changes nothing.
-    """
+    """Gives all ranks the model and optimizer of one after the first batch: then all variables are there."""
 
     def __init__(self, root_rank: int, device: str = ""):
         super().__init__()
@@ -44,11 +39,7 @@ class BroadcastGlobalVariablesCallback(_Callback):  # type: ignore[misc]
 
 
 class MetricAverageCallback(_Callback):  # type: ignore[misc]
-    """Averages the metrics of an epoch over all ranks; put it before callbacks that read them.
-
-    Args:
-        device: changes nothing.
-    """
+    """Averages the metrics of an epoch over all ranks; put it before callbacks that read them."""
 
     def __init__(self, device: str = ""):
         super().__init__()
@@ -66,18 +57,10 @@ class LearningRateScheduleCallback(_Callback):  # type: ignore[misc]
     """Multiplies the learning rate, in some epochs.
 
     Args:
-        initial_lr: the learning rate that is multiplied, as scaled for all ranks.
-        multiplier: a number, or a function of the epoch that gives one.
-        start_epoch: the first of these epochs.
-        end_epoch: the first one after them; None for no end.
         staircase: the function is called once for each epoch; else for each batch, with a fraction of the
             epoch. A number is set once for each epoch.
         momentum_correction: changes nothing; where Horovod scales the momentum for a batch after the learning
             rate has changed, it stays as it is.
-        steps_per_epoch: batches of an epoch; None to take them from ``fit``.
-
-    Raises:
-        UsageError: nobody knows how many batches an epoch has.
     """
 
     def __init__(
@@ -122,18 +105,7 @@ class LearningRateScheduleCallback(_Callback):  # type: ignore[misc]
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from that of one rank to that of all, over some epochs, batch by batch.
-
-    Args:
-        initial_lr: the learning rate at the end, as scaled for all ranks.
-        warmup_epochs: how long it rises.
-        momentum_correction: changes nothing, as in `LearningRateScheduleCallback`.
-        steps_per_epoch: batches of an epoch; None to take them from ``fit``.
-        verbose: 1 to print the learning rate that is reached.
-
-    Raises:
-        UsageError: nobody knows how many batches an epoch has.
-    """
+    """Raises the learning rate from that of one rank to that of all, over some epochs, batch by batch."""
 
     def __init__(
         self,

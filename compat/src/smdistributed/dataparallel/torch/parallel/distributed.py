@@ -18,11 +18,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ``with model.no_sync():`` lets them accumulate before.
 
     Args:
-        module: the model.
         device_ids, output_device: its device, as PyTorch's class of this name takes it.
         broadcast_buffers: whether each forward begins with the buffers of rank 0.
-        process_group: ``group.WORLD``, or None.
-        bucket_cap_mb: MiB of gradients that are averaged together.
 
     Raises:
         UsageError: there are no ranks yet, or a group of some ranks is asked for.

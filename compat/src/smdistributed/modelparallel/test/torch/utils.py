@@ -16,13 +16,7 @@ __all__ = ["dump_model", "verify"]
 
 
 def dump_model(model: nn.Module, path: str | os.PathLike[str] = "model_dump.pt", **more: Any) -> None:
-    """Writes the whole state of a model to a file; collective over all ranks, the first one writes.
-
-    Args:
-        model: a plain module, or a wrapped one.
-        path: the file.
-        **more: further values to compare, such as losses.
-    """
+    """Writes the whole state of a model to a file; collective over all ranks, the first one writes."""
     found = {"model": dict(model.state_dict()), **more}
     if current_run().rank == 0:
         target = Path(path)
@@ -38,19 +32,7 @@ def verify(
     atol: float = 1e-6,
     **more: Any,
 ) -> None:
-    """Compares the whole state of a model with what `dump_model` wrote; collective over all ranks.
-
-    Args:
-        model: a plain module, or a wrapped one.
-        path: the file.
-        rtol: how much a number may differ, relative to what was written.
-        atol: how much it may differ besides.
-        **more: further values that were written.
-
-    Raises:
-        CheckpointError: the file is not there, or has more than tensors and plain values; or names, shapes or
-            values differ.
-    """
+    """Compares the whole state of a model with what `dump_model` wrote; collective over all ranks."""
     now = {**model.state_dict(), **more}
     if not Path(path).is_file():
         raise CheckpointError(f"there is no {path} to compare the model with. Write it with dump_model.")

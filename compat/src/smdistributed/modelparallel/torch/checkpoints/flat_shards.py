@@ -50,12 +50,7 @@ def parameters_in(
     """The parameters that all shards have together.
 
     Args:
-        shards: of each shard, its flat tensor of each group.
         shapes: of each group, its parameters by name, in the order in which they lie there.
-        source: where this comes from, for messages.
-
-    Raises:
-        CorruptCheckpointError: shards have another length than the parameters.
     """
     num_shards = len(shards)
     if any(len(shard) != len(shapes) for shard in shards):

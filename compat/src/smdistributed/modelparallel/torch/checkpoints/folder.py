@@ -39,12 +39,7 @@ _LEFT_OVER = re.compile(r".+_partial\.(tmp|old)-[0-9a-f]{8}")
 
 
 class PartialCheckpoint:
-    """A partial checkpoint on the disk.
-
-    Args:
-        path: its folder.
-        record: what belongs to it.
-    """
+    """A partial checkpoint on the disk."""
 
     def __init__(self, path: Path, record: PartialRecord):
         self.path = path
@@ -55,9 +50,6 @@ class PartialCheckpoint:
 
         Args:
             share: which part of the files, and of how many: ranks share the work.
-
-        Raises:
-            CorruptCheckpointError: a file is missing or damaged.
         """
         number, count = share
         for name in sorted(self.record.files)[number::count]:
@@ -66,12 +58,7 @@ class PartialCheckpoint:
 
 
 class CheckpointFolder:
-    """Checkpoints in a folder. One run at a time writes to it.
-
-    Args:
-        root: the folder.
-        disk: how it is written.
-    """
+    """Checkpoints in a folder. One run at a time writes to it."""
 
     def __init__(self, root: str | os.PathLike[str], *, disk: Disk | None = None):
         self.root = Path(root)
@@ -80,11 +67,7 @@ class CheckpointFolder:
     # ---- finding ----
 
     def newest(self) -> str:
-        """The tag of the checkpoint that was saved last.
-
-        Raises:
-            CheckpointError: none was saved.
-        """
+        """The tag of the checkpoint that was saved last."""
         path = self.root / _NEWEST
         if not path.exists():
             raise CheckpointError(
@@ -98,12 +81,7 @@ class CheckpointFolder:
         return [record.tag for record, _ in self._partial_ones()]
 
     def partial(self, tag: str) -> PartialCheckpoint:
-        """Opens a partial checkpoint.
-
-        Raises:
-            CheckpointError: there is none of that tag.
-            CorruptCheckpointError: its list of files is missing or damaged.
-        """
+        """Opens a partial checkpoint."""
         final = self.root / f"{tag}{_PARTIAL}"
         # Where a save of the same tag ended between two renames, the one before it is still there.
         earlier = sorted(self.root.glob(f"{_literally(tag)}{_PARTIAL}.old-*")) if self.root.is_dir() else []
@@ -155,12 +133,7 @@ class CheckpointFolder:
         return 1 + max((record.number for record, _ in self._partial_ones()), default=-1)
 
     def commit(self, draft: Path, record: PartialRecord) -> None:
-        """Makes a draft a checkpoint, and the newest one.
-
-        Args:
-            draft: what `begin` has returned.
-            record: what was put there.
-        """
+        """Makes a draft a checkpoint, and the newest one."""
         disk = self._disk
         disk.write(draft / MANIFEST, [record.to_bytes()])
         disk.sync_folder(draft)
@@ -177,11 +150,7 @@ class CheckpointFolder:
             left_over.unlink()
 
     def collect(self, *, keep: int | None) -> None:
-        """Removes old partial checkpoints, and what interrupted saves have left.
-
-        Args:
-            keep: how many stay; None for all.
-        """
+        """Removes old partial checkpoints, and what interrupted saves have left."""
         for path in [path for path in self.root.iterdir() if _LEFT_OVER.fullmatch(path.name)]:
             final = self.root / path.name.rpartition(".")[0]
             if path.is_dir() and (".tmp-" in path.name or final.exists()):
@@ -200,26 +169,13 @@ class CheckpointFolder:
             self._disk.remove_folder(draft)
 
     def add(self, draft: Path, name: str, save: Callable[[NewFile], object]) -> FileEntry:
-        """Writes a file of a draft.
-
-        Args:
-            draft: what `begin` has returned.
-            name: of the file.
-            save: a function that writes to a file.
-
-        Raises:
-            OSError: the disk is full, or cannot be written.
-        """
+        """Writes a file of a draft."""
         written = self._disk.write_with(draft / name, save)
         return FileEntry(size=written.size, sha256=written.sha256)
 
 
 def tag_of(tag: Any) -> str:
-    """A tag as the part of a file's name.
-
-    Raises:
-        UsageError: it cannot be one.
-    """
+    """A tag as the part of a file's name."""
     text = str(tag) if isinstance(tag, int | str) and not isinstance(tag, bool) else ""
     if not text or text.startswith(".") or any(c in text for c in "/\0\\") or len(text) > 200:
         raise UsageError(

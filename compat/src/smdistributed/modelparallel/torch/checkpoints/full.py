@@ -30,12 +30,7 @@ def content_name(tag: str) -> str:
 
 
 class FullCheckpoints:
-    """Full checkpoints in a folder. One run at a time writes to it.
-
-    Args:
-        root: the folder.
-        disk: how it is written.
-    """
+    """Full checkpoints in a folder. One run at a time writes to it."""
 
     def __init__(self, root: str | os.PathLike[str], *, disk: Disk | None = None):
         self.root = Path(root)
@@ -45,10 +40,6 @@ class FullCheckpoints:
         """The files of a checkpoint: of the model, and of what the script has kept beside it, if it has.
 
         A model that was saved by `torch.save` alone has no checksum, and is not compared with any.
-
-        Raises:
-            CheckpointError: there is none of that tag.
-            CorruptCheckpointError: it is damaged.
         """
         record = self._record(tag)
         if record is not None:
@@ -64,15 +55,7 @@ class FullCheckpoints:
         return model, content if content.is_file() else None
 
     def commit(self, tag: str, saves: Mapping[str, Callable[[NewFile], object]]) -> None:
-        """Writes a checkpoint.
-
-        Args:
-            tag: of it.
-            saves: name of each file -> function that writes to a file.
-
-        Raises:
-            OSError: the disk is full, or cannot be written; what was there before still counts.
-        """
+        """Writes a checkpoint."""
         if not self.root.is_dir():
             self._disk.make_folder(self.root)
         written = {name: self._write(name, save) for name, save in saves.items()}

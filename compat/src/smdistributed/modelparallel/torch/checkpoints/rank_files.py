@@ -60,13 +60,7 @@ def model_state(run: ScriptRun, folder: Path) -> dict[str, Any]:
 
 
 def optimizer_state(run: ScriptRun, folder: Path, *, shared_too: bool) -> dict[str, Any] | None:
-    """What this rank loads into its optimizer; None where that was not saved, or is not wanted.
-
-    Args:
-        run: the run.
-        folder: of the checkpoint.
-        shared_too: also what ranks share of the state.
-    """
+    """What this rank loads into its optimizer; None where that was not saved, or is not wanted."""
     fp16 = folder / _fp16_file(run)
     of_16_bits: dict[str, Any] = load_file(fp16, "cpu") if fp16.is_file() else {}
     if run.mesh.shard > 1:

@@ -37,16 +37,9 @@ class PartialRecord(_Files):
     """Describes a folder with the parts that ranks have saved.
 
     Attributes:
-        format: what it is.
-        version: of the format.
-        tag: of the checkpoint.
         files: by name, every file but this record.
         number: how many partial checkpoints were saved before into the same folder.
-        world_size: ranks of the run.
-        pipeline: partitions.
         tensor: ranks that shared every layer of a partition.
-        data: replicas.
-        shard: replicas that shared parameters.
         added: what was added to the user's content, by name, for scripts that merge shards.
         has_user_content: there is something beside what was added.
     """
@@ -71,24 +64,13 @@ class PartialRecord(_Files):
 
 
 class FullRecord(_Files):
-    """Describes the files of a full checkpoint.
-
-    Attributes:
-        format: what it is.
-        version: of the format.
-        tag: of the checkpoint.
-        files: by name.
-    """
+    """Describes the files of a full checkpoint."""
 
     format: Literal["smp full checkpoint"] = "smp full checkpoint"
 
 
 def verify(path: Path, entry: FileEntry) -> None:
-    """Compares a file with what was saved.
-
-    Raises:
-        CorruptCheckpointError: it is missing, no regular file, or another one.
-    """
+    """Compares a file with what was saved."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise CorruptCheckpointError(f"{path} is no regular file. Nothing was loaded.")
     if not path.exists():

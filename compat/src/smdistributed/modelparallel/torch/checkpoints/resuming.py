@@ -46,21 +46,14 @@ def resume_from_checkpoint(
     A partial one holds for the partition that it was saved with, which is that of this run from now on.
 
     Args:
-        path: the folder that ``smp.save_checkpoint`` was given.
-        tag: of the checkpoint; None for the newest.
         partial: a partial one; else a full one, which has nothing of the optimizer.
-        strict: the names must be those of the model.
-        load_optimizer: the optimizer too, where it was saved.
-        load_sharded_optimizer_state: also what ranks share of its state.
         translate_function: makes the state of this model from that of a full checkpoint.
 
     Returns:
         What the script had given as ``user_content``; None where that was nothing.
 
     Raises:
-        UsageError: ranks are missing.
         CheckpointError: there is no such checkpoint, or it is of another model or of another layout.
-        CorruptCheckpointError: it is damaged; the message names the file.
     """
     run = current_run()
     meet("smp.resume_from_checkpoint()")
@@ -119,9 +112,6 @@ def _lock_partition(run: ScriptRun, checkpoint: PartialCheckpoint) -> bool:
     """Has the units run where they ran when it was saved; returns whether they do.
 
     They do not where this run was partitioned before: by its first step, or by a file.
-
-    Raises:
-        CheckpointError: it was saved by other ranks.
     """
     record, mesh = checkpoint.record, run.mesh
     pairs = {

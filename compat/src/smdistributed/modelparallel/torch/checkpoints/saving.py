@@ -60,18 +60,11 @@ def save_checkpoint(
 
     Args:
         path: the folder of checkpoints; one that all hosts share.
-        tag: of this one, such as ``"total_steps100"``.
         partial: each rank saves what it has of model and optimizer. Else the first rank saves the whole
             model, and nothing of the optimizer.
-        model: the wrapped model.
-        optimizer: the wrapped optimizer.
         user_content: whatever the script wants back; that of the first rank is saved.
         translate_if_full: a full one has Hugging Face's names, where the model has others.
         num_kept_partial_checkpoints: older partial checkpoints than so many are removed; None: none are.
-
-    Raises:
-        UsageError: ranks are missing, or what is given cannot be saved.
-        CheckpointError: it could not be written.
     """
     run, tag = current_run(), tag_of(tag)
     _check(run, partial, model, optimizer, num_kept_partial_checkpoints)
@@ -111,11 +104,7 @@ def _check(run: ScriptRun, partial: bool, model: Any, optimizer: Any, keep: Any)
 
 
 def _on_first_rank(run: ScriptRun, make: Callable[[], _T]) -> _T:
-    """What the first rank makes, on every rank; all fail with what it fails with; collective.
-
-    Raises:
-        CheckpointError: the disk is full, or cannot be written.
-    """
+    """What the first rank makes, on every rank; all fail with what it fails with; collective."""
 
     def guarded() -> _T:
         try:
@@ -127,14 +116,7 @@ def _on_first_rank(run: ScriptRun, make: Callable[[], _T]) -> _T:
 
 
 class _PartialSave:
-    """A save into which every rank writes.
-
-    Args:
-        run: the run.
-        path: the folder of checkpoints.
-        tag: of this one.
-        disk: how files are written.
-    """
+    """A save into which every rank writes."""
 
     def __init__(self, run: ScriptRun, path: Path, tag: str, disk: Disk):
         self._run = run

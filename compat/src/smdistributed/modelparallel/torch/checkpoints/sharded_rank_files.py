@@ -58,13 +58,7 @@ _Groups = list[list[tuple[str, nn.Parameter]]]
 
 
 def sharded_contents(run: ScriptRun, model: Any, optimizer: Any) -> dict[str, Any]:
-    """What this rank writes, by name of the file; collective over the ranks with the same stage.
-
-    Args:
-        run: the run.
-        model: the wrapped model, between two steps.
-        optimizer: the wrapped optimizer; None where it is not saved.
-    """
+    """What this rank writes, by name of the file; collective over the ranks with the same stage."""
     groups = _trained(model, optimizer)
     shard, num_shards = run.data_rank % run.mesh.shard, run.mesh.shard
     contents: dict[str, Any] = {}
@@ -177,15 +171,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def weights_in(folder: Path, stage: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of a partition of the model, under the names of the user's module.
-
-    Args:
-        folder: of the checkpoint.
-        stage: number of the partition.
-
-    Returns:
-        The state, and the content of the file of the model.
-    """
+    """The state of a partition of the model, under the names of the user's module."""
     path = folder / f"model_{stage}.pt"
     described = load_file(path, "cpu", mmap=True)
     shards = [load_file(file, "cpu", mmap=True) for file in shard_files(folder, stage)]
@@ -208,14 +194,7 @@ def weights_in(folder: Path, stage: int) -> tuple[dict[str, Tensor], dict[str, A
 def optimizer_state_in(
     folder: Path, stage: int, weights: Mapping[str, Tensor], *, with_state: bool
 ) -> dict[str, Any] | None:
-    """The state of the optimizer of a partition; None where it was not saved.
-
-    Args:
-        folder: of the checkpoint.
-        stage: number of the partition.
-        weights: from `weights_in`: what the optimizer updates.
-        with_state: what it keeps beside the weights, too.
-    """
+    """The state of the optimizer of a partition; None where it was not saved."""
     shards = [load_file(file, "cpu", mmap=True) for file in shard_files(folder, stage)]
     states = [shard["optimizer_state"] for shard in shards if "optimizer_state" in shard]
     if not states:

@@ -20,12 +20,6 @@ class FlashAttentionLayer(nn.Module):
 
     Args:
         attention_dropout_prob: share of attention weights that are dropped in training.
-        attention_head_size: D; None for that of the input.
-        scale_attention_scores: multiply scores by ``1 / sqrt(D)``.
-        scale_attn_by_layer_idx: divide scores by ``layer_idx + 1`` as well.
-        layer_idx: number of the layer, from 0.
-        scale: multiply scores by this instead.
-        triton_flash_attention: accepted; PyTorch chooses the kernel.
         use_alibi: add a bias that falls with the distance to each score ("Train Short, Test Long", Press et
             al., 2022). As in the original, only with `triton_flash_attention` and a mask.
     """
@@ -63,13 +57,8 @@ class FlashAttentionLayer(nn.Module):
         """Attends.
 
         Args:
-            qkv: (B, S, 3, H, D).
             attn_mask: added to the scores, of a shape that extends to (B, H, S, S); or booleans, True where a
                 position takes part.
-            causal: a position sees itself and those before it.
-
-        Returns:
-            (B, H, S, D).
         """
         if qkv.dim() != 5 or qkv.shape[2] != 3:
             raise UsageError(f"qkv has the shape {tuple(qkv.shape)}, but it must be (B, S, 3, H, D).")
@@ -125,7 +114,6 @@ def alibi_slopes(num_heads: int, bias_max: float = 8) -> list[float]:
     """How fast the bias falls, by head: a geometric sequence, and a second one beyond a power of 2 heads.
 
     Args:
-        num_heads: number of heads.
         bias_max: the last slope of the sequence is 2 to the power of minus this.
 
     >>> alibi_slopes(4)

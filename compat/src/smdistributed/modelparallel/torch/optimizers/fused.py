@@ -12,17 +12,7 @@ __all__ = ["FusedOptimizer"]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Updates one parameter after another, and counts the steps of each group.
-
-    Args:
-        params: parameters, or groups of them.
-        defaults: options of groups that have none of their own.
-        amsgrad: refused.
-        set_grad_none: what `zero_grad` leaves.
-
-    Raises:
-        UsageError: there is no AMSGrad variant.
-    """
+    """Updates one parameter after another, and counts the steps of each group."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, amsgrad: bool, set_grad_none: bool):
         if amsgrad:

@@ -27,18 +27,10 @@ class FusedLAMB(FusedOptimizer):
     """LAMB.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        bias_correction: correct the averages for their beginning at zero.
         betas: of the average of gradients, and of that of their squares.
-        eps: added to the root of the second.
-        weight_decay: of the update.
-        amsgrad: not supported, as in the original.
         adam_w_mode: decay the parameter itself; else add it to the gradient.
         grad_averaging: weigh gradients in the average by ``1 - beta``; else by 1.
-        set_grad_none: `zero_grad` leaves no gradients.
         max_grad_norm: norm to which all gradients are scaled, over all stages; None for as they are.
-        use_nvlamb: scale steps of tensors without weight decay, too.
     """
 
     sums_over_stages = True

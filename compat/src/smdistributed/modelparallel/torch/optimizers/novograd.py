@@ -27,18 +27,10 @@ class FusedNovoGrad(FusedOptimizer):
     """NovoGrad.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        bias_correction: correct averages for their beginning at zero.
         betas: of the average of gradients, and of that of their norms.
-        eps: added to the norm.
-        weight_decay: of the parameter.
-        amsgrad: not supported, as in the original.
         reg_inside_moment: average the decay with the gradients; else add it to the update.
         grad_averaging: weigh gradients in the average by ``1 - beta``; else by 1.
-        norm_type: 2, or 0 for the largest entry.
         init_zero: the average of norms begins at zero; else at the first norm.
-        set_grad_none: `zero_grad` leaves no gradients.
     """
 
     def __init__(

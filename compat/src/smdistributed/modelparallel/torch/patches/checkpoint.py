@@ -16,14 +16,7 @@ __all__ = ["checkpoint", "checkpoint_sequential"]
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-    """Calls a module, and has its activations computed again in the backward instead of kept.
-
-    Args:
-        module: a module of the model.
-        *args: its arguments.
-        preserve_rng_state: draw the same random numbers again.
-        **kwargs: its keyword arguments.
-    """
+    """Calls a module, and has its activations computed again in the backward instead of kept."""
     module = unproxied(module)
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -43,10 +36,7 @@ def checkpoint_sequential(
     """Calls the children of an `nn.Sequential` one after the other, and recomputes them by a strategy.
 
     Args:
-        sequential: a module of the model.
-        input: of the first child.
         strategy: ``"each"`` child by itself, ``"contiguous"`` all together, or ``"group_N"`` N at a time.
-        preserve_rng_state: draw the same random numbers again.
         pack_args_as_tuple: a child gets a tuple as its one argument; else a tuple is its arguments.
     """
     sequential = unproxied(sequential)
@@ -63,7 +53,6 @@ class _InSequence:
     """Calls modules one after the other.
 
     Args:
-        modules: in their order.
         spreads: a tuple that one of them gives is the arguments of the next.
     """
 

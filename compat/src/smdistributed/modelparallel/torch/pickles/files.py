@@ -30,12 +30,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def saves(obj: Any, **options: Any) -> Callable[[Any], None]:
-    """What writes an object to a file, as `torch.save` does.
-
-    Args:
-        obj: what is saved.
-        options: of `torch.save`.
-    """
+    """What writes an object to a file, as `torch.save` does."""
 
     def save(file: Any) -> None:
         torch.save(obj, file, **options)
@@ -53,14 +48,7 @@ def load_file(
     """Reads a file that `torch.save` has written.
 
     Args:
-        path: the file.
         map_location: as for `torch.load`; None for where tensors were saved, or the CPU without a GPU.
-        mmap: tensors stay in the file until they are used.
-        pickle_module: what a trusted file is loaded with.
-
-    Raises:
-        CheckpointError: there is no such file, or it names a class that may not be harmless.
-        CorruptCheckpointError: it cannot be read.
     """
     path = Path(path)
     if not path.is_file():

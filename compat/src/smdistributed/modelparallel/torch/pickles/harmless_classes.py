@@ -36,11 +36,7 @@ _CONFIGURATION = re.compile(r"(transformers\.models\.\w+\.configuration_\w+)\.(\
 
 
 def harmless(name: str) -> Callable[..., Any] | None:
-    """What a file gets for a name; None where that is not known to be harmless.
-
-    Args:
-        name: of a class or function, with its module.
-    """
+    """What a file gets for a name; None where that is not known to be harmless."""
     return _KNOWN.get(name) or _configuration(name) or _of_attributes_alone(name)
 
 

@@ -21,11 +21,7 @@ class StandIn:
     """Stands for an object that is made when all is read."""
 
     def restored(self) -> Any:
-        """The object, once for each stand-in.
-
-        Raises:
-            ValueError: the file has not all of it.
-        """
+        """The object, once for each stand-in."""
         raise NotImplementedError
 
 
@@ -115,12 +111,7 @@ class SavedAttributes(StandIn):
         return made
 
     def fill_slots(self, made: Any, restored: Callable[[Any], Any]) -> None:
-        """Fills the slots of the object.
-
-        Args:
-            made: what `restored` gave.
-            restored: gives what takes the place of a value.
-        """
+        """Fills the slots of the object."""
         for kind in self.real.__mro__:
             for name, slot in vars(kind).items():
                 if type(slot) is MemberDescriptorType and name in self._slots:
@@ -132,9 +123,6 @@ def without_stand_ins(loaded: Any) -> Any:
 
     Args:
         loaded: what a reader has made; containers are changed in place where they can be.
-
-    Raises:
-        ValueError: the file has not all of an object.
     """
     return _Restoring().all_of(loaded)
 

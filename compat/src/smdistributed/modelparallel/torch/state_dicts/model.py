@@ -55,9 +55,6 @@ class ModelStates(sw.DistributedModel):
 
         Args:
             gather_to_rank0: only the first rank of the replica gets it; the others get an empty dictionary.
-            destination: as for `nn.Module.state_dict`.
-            prefix: of the names.
-            keep_vars: as for `nn.Module.state_dict`.
         """
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         run = current_run()
@@ -71,9 +68,6 @@ class ModelStates(sw.DistributedModel):
         Of a tensor that a tensor-parallel group shares it has this rank's part, and says in ``tensor_parts``
         how it is cut. Where replicas share parameters, it has all rows of them; then it is collective over
         the ranks that do.
-
-        Args:
-            keep_vars: as for `nn.Module.state_dict`.
         """
         if self.replicas.sharding is not None:
             run = current_run()
@@ -103,12 +97,7 @@ class ModelStates(sw.DistributedModel):
         Args:
             state_dict: from `state_dict`, or from `local_state_dict` on each rank its own; loading that is
                 collective over the replica.
-            strict: names must be those of the model.
             same_partition_load: parts are of the same partition, so that no rank needs those of another.
-            assign: as for `nn.Module.load_state_dict`.
-
-        Raises:
-            CheckpointError: it is of another model; the message has the names or shapes that differ.
         """
         state = dict(state_dict)
         own = shapes_in(self._state.described())

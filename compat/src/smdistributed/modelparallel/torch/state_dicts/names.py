@@ -35,13 +35,7 @@ def check_names(
     """Refuses the state of another model.
 
     Args:
-        own: names and shapes of the model.
-        saved: of the state.
-        source: where that comes from, for the message.
         strict: names must be the same; else only the shapes of those that both have.
-
-    Raises:
-        CheckpointError: the message has the names and shapes that differ.
     """
     problems: list[str] = []
     if strict:

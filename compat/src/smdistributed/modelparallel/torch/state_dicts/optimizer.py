@@ -120,9 +120,6 @@ class OptimizerStates(sw.DistributedOptimizer):
 
         Before the first step it waits for it; options of the groups (learning rates) hold at once. Parts of
         other partitions go from rank to rank: then it is collective over the replica.
-
-        Raises:
-            CheckpointError: it is of another optimizer; the message says how it differs.
         """
         state, run = dict(state_dict), current_run()
         refuse_other_groups(state, len(self.param_groups))

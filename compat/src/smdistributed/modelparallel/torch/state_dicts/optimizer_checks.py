@@ -25,12 +25,7 @@ def refuse_other_groups(state: Mapping[str, Any], num_groups: int) -> None:
 
 
 def refuse_unknown(here: Sequence[str], known: Sequence[str]) -> None:
-    """Refuses a state that leaves out parameters of this rank.
-
-    Args:
-        here: names of its parameters.
-        known: names in the state.
-    """
+    """Refuses a state that leaves out parameters of this rank."""
     missing = sorted(set(here) - set(known))
     if missing:
         raise CheckpointError(

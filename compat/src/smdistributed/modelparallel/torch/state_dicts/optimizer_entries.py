@@ -33,8 +33,6 @@ class Part:
     """A part of a tensor of the state.
 
     Attributes:
-        elements: on the CPU, in one dimension.
-        whole: shape of the whole tensor.
         boxes: where they lie in it, one behind the other.
     """
 
@@ -53,13 +51,7 @@ def parts_of(
     """What this rank has of an optimizer's state: `Part` in the place of tensors that ranks share.
 
     Args:
-        model: whose parameters it updates.
-        optimizer: of this rank.
-        only: one parameter, of which it is asked; None for all.
         names: by the id of what it updates; None for those of the model's parameters.
-
-    Raises:
-        CheckpointError: it updates other things than parameters of the model.
     """
     if names is None:
         names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
@@ -113,11 +105,7 @@ def merged(of_ranks: Sequence[Entries]) -> Entries:
 
 
 def put_together(parts: Iterable[Entries]) -> Entries:
-    """The whole state, from what ranks have of it.
-
-    Raises:
-        CheckpointError: elements are missing.
-    """
+    """The whole state, from what ranks have of it."""
     pieces: dict[tuple[str, str], list[Part]] = {}
     whole: Entries = {}
     for entries in parts:
@@ -175,16 +163,7 @@ def _part(
 
 
 def entries_in(state: Mapping[str, Any], masters: Mapping[int, Tensor], names: Sequence[str]) -> Entries:
-    """What a state in PyTorch's format has of each parameter.
-
-    Args:
-        state: with numbers in place of parameters.
-        masters: by these numbers, copies in float32.
-        names: of the parameters, in order.
-
-    Raises:
-        CheckpointError: it has more parameters, or fewer.
-    """
+    """What a state in PyTorch's format has of each parameter."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(numbers) != len(names):
         raise CheckpointError(

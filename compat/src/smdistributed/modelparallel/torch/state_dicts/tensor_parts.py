@@ -37,11 +37,7 @@ MASTERS = "fp32_master_params"
 
 
 def as_parts(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, str]]:
-    """What this rank has of tensors, and how those are cut of which it has a part.
-
-    Args:
-        tensors: by name; what is no tensor stays.
-    """
+    """What this rank has of tensors, and how those are cut of which it has a part."""
     cuts = {
         name: str(cut)
         for name, value in tensors.items()
@@ -51,15 +47,7 @@ def as_parts(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, str]
 
 
 def as_whole(parts: Mapping[Any, Any], entry: Mapping[str, Any] | None) -> dict[Any, Any]:
-    """The whole tensors; collective over the tensor-parallel group, if some are cut.
-
-    Args:
-        parts: by name; what is not cut stays.
-        entry: `parts_entry` of their cuts; None for none.
-
-    Raises:
-        CheckpointError: another rank has saved them, or other numbers of ranks.
-    """
+    """The whole tensors; collective over the tensor-parallel group, if some are cut."""
     if not entry:
         return dict(parts)
     run = current_run()
@@ -77,11 +65,7 @@ def as_whole(parts: Mapping[Any, Any], entry: Mapping[str, Any] | None) -> dict[
 
 
 def entries_as_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """The local state of an optimizer, with this rank's parts of tensors that a group shares.
-
-    Args:
-        state: in PyTorch's format, with copies in float32 beside it (`MASTERS`).
-    """
+    """The local state of an optimizer, with this rank's parts of tensors that a group shares."""
     found, cuts = {}, {}
     for number, entry in _with_masters(state).items():
         found[number], of_entry = as_parts(entry)
@@ -91,11 +75,7 @@ def entries_as_parts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries_as_whole(state: dict[str, Any]) -> dict[str, Any]:
-    """The same with whole tensors; collective over the tensor-parallel group, if some are cut.
-
-    Args:
-        state: from `entries_as_parts`.
-    """
+    """The same with whole tensors; collective over the tensor-parallel group, if some are cut."""
     entry = state.pop(PARTS, None)
     if not entry:
         return state

@@ -52,12 +52,7 @@ _OF_MODELS = ("distribute_embedding", "dtype")
 
 
 def distribute(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Distributes what is marked in a model; returns it, or what stands for it.
-
-    Args:
-        model: the user's module.
-        dtype: of the parameters of distributed modules; None for what they have.
-    """
+    """Distributes what is marked in a model; returns it, or what stands for it."""
     if not wishes_in(model):
         return model
     if any(family_of(module) is not None and _is_wanted(module) for module in model.modules()):
@@ -66,11 +61,7 @@ def distribute(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Modu
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Points out options that no distributed module has.
-
-    Args:
-        options: arguments of ``smp.tensor_parallelism`` and its like.
-    """
+    """Points out options that no distributed module has."""
     known = {field.name for field in fields(LayerOptions)} | set(_OF_MODELS)
     for name in distributed.__all__:
         known |= set(_parameters(getattr(distributed, name)))

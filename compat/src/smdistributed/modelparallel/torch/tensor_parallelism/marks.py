@@ -20,7 +20,6 @@ class Wish:
 
     Attributes:
         enabled: it is distributed; else it stays as it is.
-        options: arguments of the distributed module.
     """
 
     enabled: bool

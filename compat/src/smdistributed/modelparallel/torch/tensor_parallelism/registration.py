@@ -25,7 +25,6 @@ class Registered:
     """What stands for a class.
 
     Attributes:
-        dist_module: a class of ``smp.nn``.
         init_hook: translates the arguments of ``__init__``; None: they are the same.
         forward_hook: translates the arguments of ``forward``; None: they are the same.
         return_hook: translates what ``forward`` returns; None: it is the same.
@@ -38,12 +37,7 @@ class Registered:
 
 
 def register(module_class: type[nn.Module], what: Registered) -> None:
-    """Registers a distributed module for a class.
-
-    Raises:
-        UsageError: a hook has another signature than the method whose arguments it translates, or there is
-            none where the methods differ.
-    """
+    """Registers a distributed module for a class."""
     _check(module_class, what)
     if _REGISTERED not in vars(module_class):
         _remember_arguments(module_class)
@@ -56,11 +50,7 @@ def registered(module_class: type[nn.Module]) -> Registered | None:
 
 
 def arguments_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a module of a registered class was created with.
-
-    Raises:
-        UsageError: it was created before its class was registered.
-    """
+    """The arguments that a module of a registered class was created with."""
     found: tuple[tuple[Any, ...], dict[str, Any]] | None = vars(module).get(_ARGUMENTS)
     if found is None:
         raise UsageError(

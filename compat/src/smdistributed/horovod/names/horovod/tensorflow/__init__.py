@@ -70,13 +70,8 @@ def allreduce(
     """A tensor over all ranks; None for None.
 
     Args:
-        tensor: dense, or the rows of a gradient.
         average: True for the mean, False for the sum; None to go by `op`.
         device_dense: changes nothing, and so do `device_sparse` and `name`.
-        compression: of `Compression`.
-        op: `Average` by default.
-        prescale_factor: the tensor is multiplied by it before.
-        postscale_factor: and by this after.
     """
     return grouped_allreduce(
         [tensor],
@@ -135,11 +130,7 @@ def DistributedGradientTape(  # noqa: N802
     """A ``tf.GradientTape`` whose gradients are those of all ranks together.
 
     Args:
-        gradtape: the tape, which is changed and returned.
         device_dense: changes nothing, and so do `device_sparse` and `options`, which tune messages.
-        compression: of `Compression`.
-        sparse_as_dense: rows of gradients become dense tensors.
-        op: `Average` by default.
     """
     average = _gradients.over_ranks(
         _operation(None, op), compression=compression, sparse_as_dense=sparse_as_dense

@@ -67,16 +67,8 @@ def allreduce(
     """A tensor over all ranks, in memory of its own.
 
     Args:
-        tensor: of one shape on all ranks.
         average: True for the mean, False for the sum; None to go by `op`.
         name: changes nothing.
-        compression: of `Compression`.
-        op: `Average` by default.
-        prescale_factor: the tensor is multiplied by it before.
-        postscale_factor: and by this after.
-
-    Raises:
-        UsageError: there is no such reduction.
     """
     chosen = op if average is None else (Average if average else Sum)
     ranks, given = _data_ranks(), tensor.detach()
@@ -138,10 +130,6 @@ def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tenso
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0) -> None:
     """Gives parameters, or a state, the values of one rank.
-
-    Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``.
-        root_rank: whose values the others take.
 
     Raises:
         UsageError: beside ``smp.init``, where replicas start with the first one's values, it is another.

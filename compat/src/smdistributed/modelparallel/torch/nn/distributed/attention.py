@@ -29,23 +29,11 @@ class DistributedAttentionLayer(DistributedModule):
     """The attention of a transformer layer; each rank has some heads.
 
     Args:
-        num_attention_heads: of all ranks together.
-        attention_head_size: channels of a head.
-        hidden_size: channels of input and output.
         attention_dropout_prob: share of attention weights that are dropped in training.
-        hidden_dropout_prob: share of the result that is.
-        layernorm_epsilon: added to variances.
-        initializer_range: standard deviation of the weights, with `use_normal_initialization`.
         use_normal_initialization: weights begin normally distributed; else as those of `nn.Linear`.
         cross_attention: keys and values come from other states than queries.
         causal_mask_size: a position sees itself and those before it; any number, the longest sequence in the
             original. None: it sees all.
-        pre_layernorm: normalise the input.
-        post_layernorm: normalise the sum of input and result.
-        kwargs: see `LayerOptions`.
-
-    Raises:
-        UsageError: an argument is unknown, or does not go with another.
     """
 
     inputs = (("hidden_states", "attention_mask"), ("hidden_states", "cross_states", "attention_mask"))
@@ -104,9 +92,6 @@ class DistributedAttentionLayer(DistributedModule):
                 (N, T, H); the mask is added to scores, of a shape that extends to (N, A, S, T), usually
                 (N, 1, 1, T); or booleans, True where a position takes part; None for none. Positions
                 (N or 1, S) of hidden states that are turned by them may come last.
-
-        Returns:
-            (N, S, H).
         """
         names = ("hidden_states", *(("cross_states",) if self.cross_attention else ()), "attention_mask")
         given = named_inputs(self, inputs, (*names, "position_ids"))

@@ -28,12 +28,7 @@ def named_inputs(module: nn.Module, inputs: Sequence[Any], names: Sequence[str])
     """The inputs of a layer by their names; those that are not given are None.
 
     Args:
-        module: the layer, for errors.
         inputs: what its forward was called with: one tuple, as in a sequence of layers, or its items.
-        names: of all that it takes, in order.
-
-    Raises:
-        UsageError: there are more of them, or the first is no tensor.
     """
     given = tuple(inputs[0]) if len(inputs) == 1 and isinstance(inputs[0], tuple | list) else tuple(inputs)
     if not given or len(given) > len(names) or not isinstance(given[0], Tensor):

@@ -15,21 +15,10 @@ class DistributedEmbedding(DistributedModule, nn.Embedding):
     """An embedding, of which each rank has some columns.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: columns, of all ranks together.
-        padding_idx: as for `nn.Embedding`.
-        max_norm: as for `nn.Embedding`.
-        norm_type: as for `nn.Embedding`.
-        scale_grad_by_freq: as for `nn.Embedding`.
-        sparse: as for `nn.Embedding`.
-        _weight: its values, if they are there already.
-        initializer_range: standard deviation of its first values.
         _skip_allgather: changes nothing: results have their whole shape, wherever their parts are.
         _skip_scatter_and_merge: changes nothing, for the same reason.
         cut: ``"columns"``, ``"rows"`` (the words of a vocabulary) or ``"none"``.
         first: how its weights begin, in the place of `initializer_range`.
-        device: as for `nn.Embedding`.
-        dtype: as for `nn.Embedding`.
     """
 
     first = FirstWeights()

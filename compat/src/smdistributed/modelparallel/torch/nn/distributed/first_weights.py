@@ -15,7 +15,6 @@ class FirstWeights:
     Attributes:
         std: standard deviation of a normal distribution around 0; biases are 0 then. None: as PyTorch's own
             modules begin.
-        zero: all are 0.
     """
 
     std: float | None = None

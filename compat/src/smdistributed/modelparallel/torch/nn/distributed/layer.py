@@ -27,29 +27,11 @@ class DistributedTransformerLayer(DistributedModule):
                                   └► output ────┴► + hidden ─►      with `parallel_halves`
 
     Args:
-        num_attention_heads: of all ranks together.
-        attention_head_size: channels of a head.
-        hidden_size: channels of input and output.
-        intermediate_size: channels inside of `output`, of all ranks together.
         attention_dropout_prob: share of attention weights that are dropped in training.
         hidden_dropout_prob: share of the results of both halves that is.
         activation: ``"gelu"`` or ``"relu"``; or any function of a tensor.
-        layernorm_epsilon: added to variances.
-        initializer_range: standard deviation of the weights, with `use_normal_initialization`.
         use_normal_initialization: weights begin normally distributed; else as those of `nn.Linear`.
         causal_mask_size: a position sees itself and those before it; None: it sees all.
-        add_cross_attention: a second attention, to other states.
-        pre_layernorm: normalise the inputs of the halves.
-        post_layernorm: normalise their results.
-        use_alibi: scores fall with the distance.
-        alibi_bias_max: exponent of the last head's slope.
-        kwargs: see `LayerOptions`.
-
-    Attributes:
-        attention, cross_attention, output: the parts.
-
-    Raises:
-        UsageError: an argument is unknown, or neither normalisation is wanted.
     """
 
     inputs = (
@@ -118,9 +100,6 @@ class DistributedTransformerLayer(DistributedModule):
             inputs: ``(hidden_states, attention_mask)``, or with `add_cross_attention` ``(hidden_states,
                 cross_states, attention_mask, cross_mask)``, as one tuple. See `DistributedAttentionLayer` for
                 the shapes. Without cross states, that attention is passed over.
-
-        Returns:
-            The same tuple, with the new hidden states.
         """
         others = ("cross_states", "attention_mask", "cross_mask")
         names = others if self.add_cross_attention else ("attention_mask",)

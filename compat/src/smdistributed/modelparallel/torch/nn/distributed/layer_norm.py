@@ -17,14 +17,6 @@ class DistributedLayerNorm(DistributedModule, nn.LayerNorm):
 
     It takes inputs that have more bits than its weights, and normalises with these bits (see
     `fp32_residual_addition`); the result is of the weights' type.
-
-    Args:
-        normalized_shape: as for `nn.LayerNorm`.
-        eps: as there.
-        elementwise_affine: as there.
-        bias: as there.
-        device: as there.
-        dtype: as there.
     """
 
     def __init__(

@@ -15,14 +15,7 @@ class DistributedLinear(DistributedModule, nn.Linear):
     """A linear layer, of which each rank has some input channels.
 
     Args:
-        in_features: input channels, of all ranks together.
-        out_features: output channels.
         bias: whether it has a bias, which every rank has.
-        device: as for `nn.Linear`.
-        dtype: as for `nn.Linear`.
-        cut: ``"input"`` or ``"output"`` channels are cut, or ``"none"``.
-        block: so many channels stay together.
-        first: how its weights begin.
     """
 
     first = FirstWeights()

@@ -24,26 +24,8 @@ class DistributedTransformerLMHead(DistributedModule):
 
     Args:
         num_layers: for this and what is not named here see `DistributedTransformer`.
-        num_attention_heads: as there.
-        attention_head_size: as there.
-        hidden_size: as there.
-        intermediate_size: as there.
-        vocab_size: number of words.
-        num_positions: length of the longest sequence.
-        attention_dropout_prob: as there.
-        hidden_dropout_prob: of the embeddings, too.
-        activation: as there.
-        layernorm_epsilon: as there.
-        num_token_types: number of types of tokens; 0 for none.
-        causal_mask_size: as there.
-        add_cross_attention: as there.
         add_lm_head: map the result to words, by the weight of their embedding, without bias.
-        initializer_range: as there.
-        use_normal_initialization: as there; of the embeddings, too.
-        pre_layernorm: as there.
-        post_layernorm: as there.
         distribute_embedding: each rank has some words; else every rank has all of them.
-        kwargs: see `LayerOptions`.
     """
 
     inputs = (
@@ -135,7 +117,6 @@ class DistributedTransformerLMHead(DistributedModule):
         Returns:
             Logits (N, S, V); or hidden states (N, S, H) without a head. With labels ``(loss, logits)``: the
             mean cross entropy of the next words with `causal_mask_size`, else of the words; labels of -100
-            do not count.
         """
         cross = ("cross_states", "cross_mask") if self.add_cross_attention else ()
         names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", *cross, "labels")

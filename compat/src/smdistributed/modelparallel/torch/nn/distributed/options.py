@@ -16,7 +16,6 @@ class Rotary:
     Attributes:
         num_channels: of each head, from the first, that are turned.
         interleaved: pairs are neighbours (GPT-J); else the first half goes with the second (GPT-NeoX).
-        base: of the angles' geometric sequence.
     """
 
     num_channels: int
@@ -34,12 +33,10 @@ class LayerOptions:
         fused_softmax, fused_dropout, fused_bias_gelu: PyTorch's kernels are taken anyway; same results.
         flash_attention: kernels that keep no scores; else plain attention.
         use_alibi: scores fall with the distance ("Train Short, Test Long", Press et al., 2022).
-        alibi_bias_max: exponent of the last head's slope.
         fp32_residual_addition: what goes from layer to layer is float32 where these have 16 bits.
         zero_init: weights begin as zeros, for scripts that load others.
         scale_attention_scores: divide scores by the root of the head size.
         scale_attn_by_layer_idx: divide them by ``layer_idx + 1`` as well.
-        layer_idx: number of the layer, from 0.
         add_residual: add what a layer's half was given to what it computes; None: where `post_layernorm` is
             True, as the documented reference does.
         attention_window: with a causal mask, a position sees so many, of which it is the last; None for all.
@@ -47,7 +44,6 @@ class LayerOptions:
         query_key_value_bias, dense_bias: whether these linear layers of the attention have biases.
         fused_query_key_value: one linear layer for all three, head by head.
         parallel_halves: attention and output see the same input, and their results are added to it.
-        shared_layernorm: with `parallel_halves`, one normalisation for both.
         plain_because: why attention is plain, for the table of kernels; set with `flash_attention` False.
     """
 
@@ -76,15 +72,7 @@ class LayerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], owner: str) -> Self:
-        """The options among the arguments of a module.
-
-        Args:
-            given: by name.
-            owner: the module, for errors.
-
-        Raises:
-            UsageError: a name is none of them, or a value does not go.
-        """
+        """The options among the arguments of a module."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise UsageError(

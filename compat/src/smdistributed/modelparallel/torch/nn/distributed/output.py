@@ -25,20 +25,10 @@ class DistributedTransformerOutputLayer(DistributedModule):
     """The feed-forward half of a transformer layer; each rank has some intermediate channels.
 
     Args:
-        hidden_size: channels of input and output.
-        intermediate_size: channels in between, of all ranks together.
         hidden_dropout_prob: share of the result that is dropped in training.
         activation: ``"gelu"`` or ``"relu"``; or any function of a tensor.
-        layernorm_epsilon: added to variances.
-        initializer_range: standard deviation of the weights, with `use_normal_initialization`.
         use_normal_initialization: weights begin normally distributed; else as those of `nn.Linear`.
-        pre_layernorm: normalise the input.
-        post_layernorm: normalise the sum of input and result.
         fp32_residual_addition: that sum is float32 where the layer has 16 bits.
-        kwargs: see `LayerOptions`.
-
-    Raises:
-        UsageError: an argument is unknown.
     """
 
     def __init__(

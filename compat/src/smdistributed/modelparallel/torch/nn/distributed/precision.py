@@ -15,8 +15,6 @@ def sum_with_residual(result: Tensor, residual: Tensor, *, in_fp32: bool) -> Ten
     """What a half of a layer has computed, and what it was given.
 
     Args:
-        result: of the half.
-        residual: its input.
         in_fp32: the sum is float32 where these have 16 bits, and stays it until the next normalisation: sums
             over many layers overflow in float16.
     """

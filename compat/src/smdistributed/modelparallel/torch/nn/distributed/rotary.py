@@ -15,10 +15,7 @@ def turned(query: Tensor, key: Tensor, positions: Tensor | None, rotary: Rotary)
     """Both, turned.
 
     Args:
-        query: (N, S, A, D).
-        key: (N, S, A, D).
         positions: (N or 1, S) whole numbers; None for 0, 1, 2 and so on.
-        rotary: how.
     """
     if positions is None:
         positions = torch.arange(query.shape[1], device=query.device)[None]

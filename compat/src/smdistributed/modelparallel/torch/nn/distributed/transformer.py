@@ -12,29 +12,7 @@ __all__ = ["DistributedTransformer"]
 
 
 class DistributedTransformer(DistributedModule):
-    """A stack of transformer layers.
-
-    Args:
-        num_layers: of the stack; for the others see `DistributedTransformerLayer`.
-        num_attention_heads: as there.
-        attention_head_size: as there.
-        hidden_size: as there.
-        intermediate_size: as there.
-        attention_dropout_prob: as there.
-        hidden_dropout_prob: as there.
-        activation: as there.
-        layernorm_epsilon: as there.
-        initializer_range: as there.
-        use_normal_initialization: as there.
-        causal_mask_size: as there.
-        add_cross_attention: as there.
-        pre_layernorm: as there.
-        post_layernorm: as there.
-        kwargs: see `LayerOptions`.
-
-    Attributes:
-        seq_layers: the layers.
-    """
+    """A stack of transformer layers."""
 
     inputs = DistributedTransformerLayer.inputs
 

@@ -43,12 +43,7 @@ def _attention(theirs: str, ours: str) -> tuple[Any, ...]:
 
 
 def family_of_encoders(name: str, container: str) -> Family:
-    """The family with these layers.
-
-    Args:
-        name: of the family.
-        container: class with the layers.
-    """
+    """The family with these layers."""
     return Family(
         name=name,
         containers=(container,),

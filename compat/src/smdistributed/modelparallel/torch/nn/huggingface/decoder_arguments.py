@@ -14,16 +14,7 @@ def decoder_arguments(
     dropouts: tuple[float, float],
     epsilon: float,
 ) -> dict[str, Any]:
-    """The arguments that follow from a configuration by the names that all of them answer to.
-
-    Args:
-        config: of the model.
-        layer: one of its layers.
-        index: number of the layer.
-        intermediate_size: None for four times the hidden size.
-        dropouts: of attention weights, and of the results of both halves.
-        epsilon: added to variances.
-    """
+    """The arguments that follow from a configuration by the names that all of them answer to."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     of_attention, of_results = dropouts
     return {

@@ -54,13 +54,7 @@ def family_of(module: nn.Module) -> Family | None:
 
 
 def distribute_layers(container: Any, family: Family, options: Mapping[str, Any]) -> bool:
-    """Replaces the layers in a module; returns whether it has.
-
-    Args:
-        container: of a class of the family.
-        family: what is known of it.
-        options: arguments of `DistributedTransformerLayer` that win over what the model has.
-    """
+    """Replaces the layers in a module; returns whether it has."""
     config, theirs = container.config, container._modules[family.attribute]
     if beyond := family.beyond(config):
         warnings.warn(
@@ -85,15 +79,7 @@ def distribute_layers(container: Any, family: Family, options: Mapping[str, Any]
 def distributed_layer(
     config: Any, layer: nn.Module, index: int, family: Family, options: Mapping[str, Any]
 ) -> DistributedTransformerLayer:
-    """A distributed layer with the weights of one of Hugging Face's.
-
-    Args:
-        config: of the model.
-        layer: of the model.
-        index: its number.
-        family: what is known of it.
-        options: arguments that win over what the model has.
-    """
+    """A distributed layer with the weights of one of Hugging Face's."""
     arguments = {**family.arguments(config, layer, index), **_attention_as_chosen(layer), **options}
     if arguments.get("zero_init"):
         made = DistributedTransformerLayer(**arguments)
@@ -140,12 +126,7 @@ def _take_more_bits(container: nn.Module) -> None:
 
 
 def place_embedding(model: Any, *, distributed: bool) -> None:
-    """Places the embedding of words, to which the head may be tied.
-
-    Args:
-        model: of transformers.
-        distributed: each rank has some words; else every rank has all.
-    """
+    """Places the embedding of words, to which the head may be tied."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         # By words, so that the head needs no sum over ranks, and the loss no gathered logits.
@@ -157,9 +138,6 @@ def initialise_skipped(model: Any) -> None:
 
     Published scripts set ``PreTrainedModel.init_weights = lambda x: None`` before they create a model: in
     SageMaker's library, distributed modules had weights of their own.
-
-    Args:
-        model: any module.
     """
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:

@@ -22,13 +22,9 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: for errors.
-        containers: classes that hold the layers.
-        attribute: under which they do.
         path: the same as in the names of a state, from the left end of a name or after a dot.
         parts: how the weights of a layer correspond.
         buffers: masks and tables of positions, by their names within a layer, or within a model.
-        arguments: of a distributed layer.
         beyond: what a config asks for that a distributed layer does not do; empty for nothing.
     """
 

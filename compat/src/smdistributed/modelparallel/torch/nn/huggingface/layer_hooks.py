@@ -20,12 +20,7 @@ __all__ = ["LayerInit", "hooks_of_layers"]
 
 
 class LayerInit:
-    """The `init_hook` for the layers of a family; layers that exist already are distributed by it, too.
-
-    Args:
-        family: what is known of it.
-        place: a layer -> its config, and its number.
-    """
+    """The `init_hook` for the layers of a family; layers that exist already are distributed by it, too."""
 
     def __init__(self, family: Family, place: Callable[[Any], tuple[Any, int]]):
         self.family = family
@@ -42,12 +37,7 @@ class LayerInit:
 
 
 def hooks_of_layers(family: Family, place: Callable[[Any], tuple[Any, int]]) -> tuple[Any, Any, Any]:
-    """``init_hook``, ``forward_hook`` and ``return_hook`` of a family's layers.
-
-    Args:
-        family: what is known of it.
-        place: a layer -> its config, and its number.
-    """
+    """``init_hook``, ``forward_hook`` and ``return_hook`` of a family's layers."""
     return LayerInit(family, place), _forward_hook, _return_hook
 
 

@@ -25,12 +25,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class LayerCall:
-    """How a Hugging Face model calls one of its layers, and what a distributed layer takes and returns.
-
-    Args:
-        theirs: class of the model's own layers.
-        ours: the distributed layer, or the first of them.
-    """
+    """How a Hugging Face model calls one of its layers, and what a distributed layer takes and returns."""
 
     def __init__(self, theirs: type[nn.Module], ours: DistributedTransformerLayer):
         self._names = tuple(inspect.signature(theirs.forward).parameters)[1:]
@@ -56,12 +51,7 @@ class LayerCall:
 
 
 class LayersAsOne:
-    """All distributed layers, as a Hugging Face model calls one of its own.
-
-    Args:
-        layers: the distributed layers.
-        call: how it does that.
-    """
+    """All distributed layers, as a Hugging Face model calls one of its own."""
 
     def __init__(self, layers: nn.Sequential, call: LayerCall):
         self._layers = layers

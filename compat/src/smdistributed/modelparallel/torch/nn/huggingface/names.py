@@ -30,17 +30,12 @@ SEQ_LAYERS = "seq_layers"
 
 
 def translators(family: Family) -> Translators:
-    """Translators for a family of models.
-
-    Args:
-        family: what is known of it.
-    """
+    """Translators for a family of models."""
 
     def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
         """The state of a distributed model under Hugging Face's names.
 
         Args:
-            state_dict: of the whole model, on one rank.
             max_seq_len: positions that masks are made for, where the state has masks.
 
         Raises:
@@ -56,7 +51,6 @@ def translators(family: Family) -> Translators:
         """The state of a Hugging Face model under the names of the distributed one.
 
         Args:
-            state_dict: of the whole model.
             max_seq_len: accepted: distributed layers have no masks that are as long.
 
         Raises:
@@ -71,11 +65,7 @@ def translators(family: Family) -> Translators:
 
 
 def block_translators(family: Family) -> Translators:
-    """Translators for a model whose layers are distributed one by one, and keep their place.
-
-    Args:
-        family: what is known of it.
-    """
+    """Translators for a model whose layers are distributed one by one, and keep their place."""
 
     def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
         """The state under Hugging Face's names; see `translators`."""

@@ -29,9 +29,7 @@ class Part:
     """One weight of a Hugging Face layer.
 
     Attributes:
-        theirs: its name in that layer.
         ours: names in the distributed layer. Several of them have equal shares of its output channels.
-        transposed: Hugging Face has input channels first.
     """
 
     theirs: str
@@ -55,14 +53,7 @@ class Part:
 
 
 def linear(theirs: str, *ours: str, transposed: bool = False, bias: bool = True) -> list[Part]:
-    """The parts of a linear layer, whose output channels several of ours may share.
-
-    Args:
-        theirs: its name.
-        ours: names of ours.
-        transposed: Hugging Face has input channels first (``Conv1D``).
-        bias: it has a bias.
-    """
+    """The parts of a linear layer, whose output channels several of ours may share."""
     weights = Part(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
     return [weights, *([Part(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))] if bias else [])]
 
@@ -73,16 +64,7 @@ def norm(theirs: str, ours: str) -> list[Part]:
 
 
 def to_smdistributed(layer: Mapping[str, Tensor], parts: tuple[Part, ...], where: str) -> dict[str, Tensor]:
-    """The weights of one layer under our names, in the order of theirs.
-
-    Args:
-        layer: by names within a Hugging Face layer.
-        parts: the table.
-        where: name of the layer, for errors.
-
-    Raises:
-        UsageError: a weight has no place.
-    """
+    """The weights of one layer under our names, in the order of theirs."""
     by_name = {part.theirs: part for part in parts}
     found: dict[str, Tensor] = {}
     for name, tensor in layer.items():
@@ -93,11 +75,7 @@ def to_smdistributed(layer: Mapping[str, Tensor], parts: tuple[Part, ...], where
 
 
 def to_hugging_face(layer: Mapping[str, Tensor], parts: tuple[Part, ...], where: str) -> dict[str, Tensor]:
-    """The weights of one layer under Hugging Face's names, in the order of ours.
-
-    Raises:
-        UsageError: a weight has no place, or one of several that belong together is missing.
-    """
+    """The weights of one layer under Hugging Face's names, in the order of ours."""
     by_name = {name: part for part in parts for name in part.ours}
     found: dict[str, Tensor] = {}
     for name in layer:

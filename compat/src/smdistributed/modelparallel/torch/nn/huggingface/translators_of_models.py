@@ -26,9 +26,6 @@ def translators_of(model: nn.Module) -> list[Translators]:
     """Translators for a Hugging Face model; none for any other.
 
     A model that keeps its own layers has Hugging Face's names already.
-
-    Args:
-        model: the user's module.
     """
     for kind in type(model).__mro__:
         if not kind.__module__.startswith("transformers."):

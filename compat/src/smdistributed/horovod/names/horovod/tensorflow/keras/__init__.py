@@ -27,10 +27,7 @@ def load_model(
     """Reads a model that ``model.save`` wrote; its optimizer, if it has one, averages over all ranks.
 
     Args:
-        filepath: of the file or folder.
         custom_optimizers: classes of a script's own that the file may name.
-        custom_objects: further classes by name, as for ``tf.keras.models.load_model``.
-        compression: of `Compression`.
         options: change nothing.
     """
     known = {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
