@@ -2,15 +2,14 @@
 
 The first source that is present wins; `LaunchEnvironment.source` names it:
 
-1. what the caller passes,
-2. ``SHARDWRIGHT_RANK``, ``SHARDWRIGHT_WORLD_SIZE``, ...,
-3. torchrun and its relatives: ``RANK``, ``WORLD_SIZE``, ...; then ``PET_NODE_RANK``, ``PET_NNODES``, as
+1. ``SHARDWRIGHT_RANK``, ``SHARDWRIGHT_WORLD_SIZE``, ...,
+2. torchrun and its relatives: ``RANK``, ``WORLD_SIZE``, ...; then ``PET_NODE_RANK``, ``PET_NNODES``, as
    Kubeflow sets them, for one process a node,
-4. Slurm's srun: ``SLURM_PROCID``, ``SLURM_NTASKS``, ...,
-5. Open MPI, then MPICH and Intel MPI: ``OMPI_COMM_WORLD_RANK``, ``PMI_RANK``, ...,
-6. an indexed Kubernetes job: ``JOB_COMPLETION_INDEX`` with ``WORLD_SIZE``,
-7. SageMaker: ``SM_HOSTS``, ``SM_CURRENT_HOST``,
-8. nothing: a single process.
+3. Slurm's srun: ``SLURM_PROCID``, ``SLURM_NTASKS``, ...,
+4. Open MPI, then MPICH and Intel MPI: ``OMPI_COMM_WORLD_RANK``, ``PMI_RANK``, ...,
+5. an indexed Kubernetes job: ``JOB_COMPLETION_INDEX`` with ``WORLD_SIZE``,
+6. SageMaker: ``SM_HOSTS``, ``SM_CURRENT_HOST``,
+7. nothing: a single process.
 """
 
 import json
@@ -27,7 +26,6 @@ from shardwright.text import shown
 __all__ = [
     "LaunchEnvironment",
     "detect",
-    "from_arguments",
     "from_kubernetes",
     "from_open_mpi",
     "from_own",
@@ -41,13 +39,6 @@ __all__ = [
 
 _DEFAULT_PORT = 29500
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-
-
-def from_arguments(given: Variables) -> LaunchEnvironment | None:
-    """The arguments of `detect`, by name."""
-    if not given.together("rank", "world_size"):
-        return None
-    return _by_names(given, source="arguments", upper=False)
 
 
 def from_own(variables: Variables) -> LaunchEnvironment | None:
@@ -329,13 +320,11 @@ def _one_process_per_node(
     )
 
 
-def _by_names(
-    variables: Variables, *, source: str, prefix: str = "", upper: bool = True
-) -> LaunchEnvironment:
-    """Reads ``RANK``, ``WORLD_SIZE`` and their companions, under a prefix and in capitals or not."""
+def _by_names(variables: Variables, *, source: str, prefix: str = "") -> LaunchEnvironment:
+    """Reads ``RANK``, ``WORLD_SIZE`` and their companions, under a prefix."""
 
     def name(plain: str) -> str:
-        return prefix + (plain.upper() if upper else plain)
+        return prefix + plain.upper()
 
     rank = variables.required_number(name("rank"), because=name("world_size"))
     world_size = variables.count(name("world_size"), because=name("rank"))
@@ -391,16 +380,7 @@ _READERS = (
 )
 
 
-def detect(
-    environ: Mapping[str, str],
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-) -> LaunchEnvironment:
+def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
     """Reads where this process stands; see the top of this file for the order.
 
     >>> found = detect({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
@@ -409,17 +389,6 @@ def detect(
     >>> str(detect({}))
     'rank 0 of 1 (from a single process)'
     """
-    given = {
-        "rank": rank,
-        "world_size": world_size,
-        "local_rank": local_rank,
-        "local_world_size": local_world_size,
-        "master_addr": master_addr,
-        "master_port": master_port,
-    }
-    arguments = Variables({name: str(value) for name, value in given.items() if value is not None})
-    found = from_arguments(arguments)
     variables = Variables(environ)
-    for reader in _READERS:
-        found = found or reader(variables)
+    found = next(filter(None, (reader(variables) for reader in _READERS)), None)
     return found or from_single_process(variables)

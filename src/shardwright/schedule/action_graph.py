@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Edge, Kind
+from shardwright.schedule.actions import HOST_COPIES, Action, Edge, Kind
 
 _Key = tuple[int, int]  # stage, microbatch
 
@@ -257,36 +257,6 @@ class _Compiler:
                 graph.sends[number].append((consumer, channel, price))
                 graph.num_inputs[consumer] += 1
 
-    def read_messages(self, rows: Sequence[Sequence[Action]]) -> None:
-        """Takes the messages from the sends in the rows."""
-        index = {(edge.source, edge.target): i for i, edge in enumerate(self.edges)}
-        for rank, row in enumerate(rows):
-            latest = self.graph.rows[rank].start - 1
-            for action in row:
-                if action.is_compute:
-                    latest += 1
-                elif action.kind is Kind.SEND_F or action.kind is Kind.SEND_B:
-                    check_owner(action, rank, self.ranks, self.m)
-                    self._read_send(action, rank, latest, index)
-        self._check_all_sent()
-
-    def _read_send(self, send: Action, rank: int, latest: int, index: Mapping[tuple[int, int], int]) -> None:
-        """Adds the message of a send that stands behind the action with the number `latest`."""
-        peer = -1 if send.peer is None else send.peer
-        is_gradient = send.kind is Kind.SEND_B
-        edge = index.get((peer, send.stage) if is_gradient else (send.stage, peer))
-        table = self.backward if is_gradient else self.forward
-        producer = table[send.stage * self.m + send.microbatch]
-        if edge is None or producer > latest or self.ranks[peer] == rank:
-            raise ScheduleError(
-                f"rank {rank}: {send} to stage {send.peer} comes too early, or no edge leads there. "
-                "Call validate(schedule, edges) for the reason."
-            )
-        consumer = table[peer * self.m + send.microbatch]
-        channel = self._channel(rank, self.ranks[peer])
-        self.graph.sends[latest].append((consumer, channel, 2 * edge + is_gradient))
-        self.graph.num_inputs[consumer] += 1
-
     def read_copies(self, rows: Sequence[Sequence[Action]]) -> None:
         """Takes the copies to and from the host: messages to the backward, which needs both to have ended."""
         for rank, row in enumerate(rows):
@@ -309,17 +279,6 @@ class _Compiler:
         self.graph.sends[latest].append((consumer, self._channel(rank, rank), price))
         self.graph.num_inputs[consumer] += 1
         self.graph.copies.setdefault(latest, []).append(action)
-
-    def _check_all_sent(self) -> None:
-        gradients = self.backward[0] >= 0
-        far = [edge for edge in self.edges if self.ranks[edge.source] != self.ranks[edge.target]]
-        expected = self.m * sum(1 + (gradients and edge.has_gradient) for edge in far)
-        found = sum(self.graph.num_inputs)
-        if found != expected:
-            raise ScheduleError(
-                f"the rows send {found} messages, but the edges ask for {expected}. "
-                "Call validate(schedule, edges) for the first that is wrong."
-            )
 
     def _routes(self) -> tuple[list[list[_Message]], list[list[_Message]]]:
         """For each stage, by peer: where its outputs go, and where the gradients of its inputs go."""
@@ -348,20 +307,15 @@ def compile_actions(
     num_microbatches: int,
     edges: Sequence[Edge],
 ) -> ActionGraph:
-    """Numbers the compute actions of all rows and finds their messages.
+    """Numbers the compute actions of all rows and finds the messages that the edges ask for.
 
-    Rows without transfers get the messages that the edges ask for; rows with transfers say themselves what is
-    sent. Copies to and from the host are messages of a rank to itself.
+    Transfers in the rows are passed over. Copies to and from the host are messages of a rank to itself.
     """
     compiler = _Compiler(stage_ranks, num_microbatches, edges)
     compiler.number(rows)
     compiler.check_complete()
     compiler.check_rows()
-    others = {action.kind for row in rows for action in row if not action.is_compute}
-    if others & set(TRANSFERS):
-        compiler.read_messages(rows)
-    else:
-        compiler.derive_messages()
-    if others & set(HOST_COPIES):
+    compiler.derive_messages()
+    if any(action.kind in HOST_COPIES for row in rows for action in row):
         compiler.read_copies(rows)
     return compiler.graph

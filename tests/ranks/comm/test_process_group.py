@@ -167,15 +167,14 @@ def test_two_default_groups_are_refused():
         run_ranks(join, 1)
 
 
+def _one_of_two(rank, address, port, **others):
+    places = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    return detect({**{f"SHARDWRIGHT_{name}": value for name, value in places.items()}, **others})
+
+
 def test_a_master_that_does_not_resolve_is_named_at_once():
-    environment = detect(
-        {},
-        rank=1,
-        world_size=2,
-        master_addr="no-such-host.invalid",
-        master_port=29500,
-        local_rank=0,
-        local_world_size=1,
+    environment = _one_of_two(
+        1, "no-such-host.invalid", 29500, SHARDWRIGHT_LOCAL_RANK="0", SHARDWRIGHT_LOCAL_WORLD_SIZE="1"
     )
     with pytest.raises(
         LaunchError, match=r"the host name 'no-such-host.invalid' does not resolve.*Set MASTER_ADDR"
@@ -184,7 +183,7 @@ def test_a_master_that_does_not_resolve_is_named_at_once():
 
 
 def test_a_store_that_nobody_serves_is_named():
-    environment = detect({}, rank=1, world_size=2, master_addr="127.0.0.1", master_port=free_port())
+    environment = _one_of_two(1, "127.0.0.1", free_port())
     with pytest.raises(LaunchError, match=r"did not reach the store of rank 0 at 127.0.0.1:.* within 1 s"):
         init_process_group(environment, backend="gloo", timeout_s=1)
 
@@ -200,7 +199,7 @@ def test_a_rank_that_is_left_while_it_joins_says_so(monkeypatch):
         "shardwright.comm.joining.process_group.begin_session", lambda *_, **__: Session(None)
     )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = detect({}, rank=1, world_size=2, master_addr="127.0.0.1", master_port=store.port)
+    environment = _one_of_two(1, "127.0.0.1", store.port)
     with pytest.raises(
         LaunchError,
         match=r"gave up after .*s, before timeout_s \(30 s\) was over: another rank has most likely failed "
@@ -214,7 +213,7 @@ def test_a_port_that_is_taken_is_named():
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        environment = detect({}, rank=0, world_size=2, master_addr="127.0.0.1", master_port=port)
+        environment = _one_of_two(0, "127.0.0.1", port)
         with pytest.raises(
             LaunchError, match=rf"cannot serve the store at 127.0.0.1:{port}.*set MASTER_PORT"
         ):

@@ -173,12 +173,6 @@ def test_sagemaker():
     assert (found.master_addr, found.source) == ("algo-1", "SageMaker")
 
 
-def test_arguments_win_over_all():
-    found = detect(TORCHRUN, rank=1, world_size=2, master_addr="127.0.0.1", master_port=9999)
-    assert (found.rank, found.world_size, found.local_rank, found.master_port) == (1, 2, 1, 9999)
-    assert found.source == "arguments"
-
-
 ALL = [
     ("SHARDWRIGHT_RANK", {"SHARDWRIGHT_RANK": "0", "SHARDWRIGHT_WORLD_SIZE": "1"}),
     ("torchrun", TORCHRUN),

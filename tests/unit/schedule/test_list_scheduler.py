@@ -140,6 +140,6 @@ def test_all_placements_of_up_to_four_stages_on_up_to_three_ranks(kind):
     for n in range(1, 5):
         for stage_ranks in all_placements(n, 3):
             schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=4)
-            validate(lower(schedule, lookahead=0))
+            validate(lower(schedule))
             edges = all_edges(n)
             validate(lower(schedule, edges), edges)
