@@ -180,7 +180,6 @@ class Observer:
             events,
             simulation=simulation,
             world_ranks=self._pipeline_ranks,
-            saved_bytes=self._saved_bytes(events),
             info={} if step is None else {"step": step},
         )
         with self._as_far_as_it_goes():
@@ -261,15 +260,6 @@ class Observer:
     def _tracker_failed(self, message: str) -> None:
         self.event("tracker_failed", message=message)
         self.status(message)
-
-    def _saved_bytes(self, events: Sequence[MeasuredEvent]) -> tuple[int, ...] | None:
-        """The bytes that a microbatch keeps in each stage, if the plan knows all stages that ran."""
-        prediction = None if self._plan is None else self._plan.prediction
-        if prediction is None:
-            return None
-        num_stages = max((event.action.stage for event in events), default=-1) + 1
-        known = tuple(stage.saved_bytes for stage in prediction.stages)
-        return known if len(known) >= num_stages else None
 
 
 def _goodput_of(folder: RunFolder | None, now_s: float) -> Goodput:

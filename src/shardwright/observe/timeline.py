@@ -6,22 +6,20 @@ what it keeps, each has a second one for the copies, which run beside::
     rank 0 (stages 0, 2)   predicted | 0F0 0F1 2F0 ...
                            measured  | 0F0 0F1 wait 2F0 ...
                            measured, host copies | 0OFFLOAD0 ...
-                           activations in flight (bytes), a curve each
                            memory in use (bytes), measured
 
-Arrows lead from the action that makes a message to the one that waits for it. Times are whole microseconds:
-Perfetto reads fractions as binary numbers and may then find that one action begins before the last has ended.
+Times are whole microseconds: Perfetto reads fractions as binary numbers and may then find that one action
+begins before the last has ended.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule import Action, Kind, Simulation, chain_edges
+from shardwright.schedule import Action, Kind, Simulation
 from shardwright.schedule.actions import HOST_COPIES
 
 Row = Sequence[tuple[Action, float, float, float]]
@@ -117,22 +115,6 @@ _CATEGORIES = {
     Kind.OFFLOAD: "offload",
     Kind.LOAD: "load",
 }
-# Colours of chrome://tracing; Perfetto makes its own from the name without digits, one for each kind.
-_COLORS = {
-    "forward": "thread_state_running",
-    "backward": "thread_state_runnable",
-    "backward input": "rail_animation",
-    "backward weight": "rail_load",
-    "transfer": "generic_work",
-    "offload": "thread_state_iowait",
-    "load": "thread_state_unknown",
-    "wait": "grey",
-}
-# At one moment a slice stands before the arrow that binds to it.
-_ORDER = {"M": 0, "X": 1, "C": 2, "s": 3, "f": 4}
-
-Arrow = tuple[Kind, int, int, int]
-"""A message: SEND_F or SEND_B, the stage that sends, the stage that receives, the microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,35 +147,22 @@ def chrome_trace(
     *,
     simulation: Simulation | None = None,
     world_ranks: Sequence[int] | None = None,
-    saved_bytes: Sequence[int] | None = None,
     info: Mapping[str, Any] | None = None,
-    lane: str = "measured",
 ) -> dict[str, Any]:
     """The timelines of one step, ready for `json.dump`."""
-    timelines = [_Timeline(lane, 2, aligned(measured))]
+    timelines = [_Timeline("measured", 2, aligned(measured))]
     if simulation is not None:
-        predicted = [MeasuredEvent(*event) for event in simulation.events]
-        _check_same(predicted, timelines[0].events)
-        predicted += [MeasuredEvent(*event) for event in simulation.host_copies]
+        predicted = [MeasuredEvent(*event) for event in (*simulation.events, *simulation.host_copies)]
         timelines.insert(0, _Timeline("predicted", 1, aligned(predicted)))
     pid_of = {
         rank: rank if world_ranks is None else world_ranks[rank]
         for rank in sorted({event.rank for timeline in timelines for event in timeline.events})
     }
     events = list(_names(timelines, pid_of))
-    arrow_id = 0
     for timeline in timelines:
-        slices = {event.action: event for event in timeline.events}
         for event in timeline.events:
             events += _slices(event, timeline, pid_of[event.rank])
-        for rank, pid in pid_of.items():
-            own = [event for event in timeline.events if event.rank == rank]
-            events += _counters(own, timeline, pid, saved_bytes)
-            events += _memory(own, pid)
-        for start, end in _arrows(slices, simulation):
-            arrow_id += 1
-            events += _arrow(start, end, timeline, pid_of, arrow_id)
-    events.sort(key=lambda event: (_ORDER[event["ph"]] > 0, event.get("ts", 0), _ORDER[event["ph"]]))
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(info or {})}
 
 
@@ -207,19 +176,6 @@ def aligned(events: Iterable[MeasuredEvent]) -> list[MeasuredEvent]:
         waited = max(0.0, event.work_start_s - zero - start)
         found.append(event._replace(start_s=start, end_s=event.end_s - zero, waited_s=waited))
     return found
-
-
-def _check_same(predicted: Sequence[MeasuredEvent], measured: Sequence[MeasuredEvent]) -> None:
-    expected = Counter((e.rank, e.action) for e in predicted)
-    found = Counter((e.rank, e.action) for e in measured if e.action.is_compute)
-    if expected == found:
-        return
-    rank, action = next(iter((expected - found) or (found - expected)))
-    raise ScheduleError(
-        f"{found.total()} actions were measured, but {expected.total()} were simulated: {action} on rank "
-        f"{rank} is {expected[rank, action]} times in the simulation and {found[rank, action]} times in the "
-        "measurement. Simulate the schedule that was run."
-    )
 
 
 def _names(timelines: Sequence[_Timeline], pid_of: Mapping[int, int]) -> Iterator[dict[str, Any]]:
@@ -242,7 +198,7 @@ def _names(timelines: Sequence[_Timeline], pid_of: Mapping[int, int]) -> Iterato
 
 
 def _slices(event: MeasuredEvent, timeline: _Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    """The waiting, if there was any, and the work."""
+    """The waiting, if there was any, the work, and the memory in use at its end, where it was sampled."""
     work_us = _us(event.work_start_s)
     start_us, end_us = _us(event.start_s), _us(event.end_s)
     if work_us > start_us:
@@ -252,6 +208,9 @@ def _slices(event: MeasuredEvent, timeline: _Timeline, pid: int) -> Iterator[dic
     args = {"stage": action.stage, "microbatch": action.microbatch, "kind": action.kind.value}
     category = _CATEGORIES.get(action.kind, "transfer")
     yield _slice(str(action), category, (work_us, end_us), timeline.thread_of(action), pid, args)
+    if event.bytes_in_use:
+        in_use = {"bytes": event.bytes_in_use}
+        yield {"ph": "C", "name": MEMORY_IN_USE, "pid": pid, "ts": end_us, "args": in_use}
 
 
 def _slice(
@@ -261,100 +220,12 @@ def _slice(
         "ph": "X",
         "name": name,
         "cat": category,
-        "cname": _COLORS[category],
         "pid": pid,
         "tid": thread,
         "ts": span_us[0],
         "dur": max(0, span_us[1] - span_us[0]),
         "args": args,
     }
-
-
-def _counters(
-    events: Sequence[MeasuredEvent], timeline: _Timeline, pid: int, saved_bytes: Sequence[int] | None
-) -> Iterator[dict[str, Any]]:
-    """The bytes that one rank keeps for backwards, after every change.
-
-    Kept from the start of ``F`` to the end of the last backward action of that stage and microbatch; to the
-    end of ``F`` where there is none.
-    """
-    last_end: dict[tuple[int, int], float] = {}
-    starts = []
-    for event in events:
-        if event.action.is_compute:
-            key = (event.action.stage, event.action.microbatch)
-            last_end[key] = max(event.end_s, last_end.get(key, 0.0))
-            if event.action.kind is Kind.FORWARD:
-                starts.append((_us(event.work_start_s), key))
-    changes = [(start_us, _size(key, saved_bytes)) for start_us, key in starts]
-    changes += [(_us(last_end[key]), -_size(key, saved_bytes)) for _, key in starts]
-    unit = "microbatches" if saved_bytes is None else "bytes"
-    name = f"activations in flight, {timeline.name} ({unit})"
-    held = 0
-    # At one moment, what ends makes room before what begins takes it, as memory does.
-    for moment_us, change in sorted(changes):
-        held += change
-        yield {"ph": "C", "name": name, "pid": pid, "ts": moment_us, "args": {unit: held}}
-
-
-def _memory(events: Sequence[MeasuredEvent], pid: int) -> Iterator[dict[str, Any]]:
-    """The memory of one rank at the end of each action, where it was sampled."""
-    for event in events:
-        if event.bytes_in_use:
-            moment_us = _us(event.end_s)
-            yield {
-                "ph": "C",
-                "name": MEMORY_IN_USE,
-                "pid": pid,
-                "ts": moment_us,
-                "args": {"bytes": event.bytes_in_use},
-            }
-
-
-def _size(key: tuple[int, int], saved_bytes: Sequence[int] | None) -> int:
-    return 1 if saved_bytes is None else saved_bytes[key[0]]
-
-
-def _arrows(
-    slices: Mapping[Action, MeasuredEvent], simulation: Simulation | None
-) -> Iterator[tuple[MeasuredEvent, MeasuredEvent]]:
-    """For every message between ranks, the action that makes it and the one that waits for it."""
-    if simulation is not None:
-        sends = [
-            (e.action.kind, e.action.stage, e.action.peer, e.action.microbatch) for e in simulation.transfers
-        ]
-    else:
-        sends = list(_chain_messages(slices))
-    for kind, source, target, microbatch in sends:
-        assert target is not None
-        kinds = (Kind.FORWARD,) if kind is Kind.SEND_F else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        ends = [
-            next((slices[a] for k in kinds if (a := Action(k, stage, microbatch)) in slices), None)
-            for stage in (source, target)
-        ]
-        if ends[0] is not None and ends[1] is not None and ends[0].rank != ends[1].rank:
-            yield ends[0], ends[1]
-
-
-def _chain_messages(slices: Iterable[Action]) -> Iterator[Arrow]:
-    """The messages of a run without a simulation: each stage feeds the next."""
-    actions = list(slices)
-    num_stages = max((action.stage for action in actions), default=0) + 1
-    for microbatch in sorted({action.microbatch for action in actions}):
-        for edge in chain_edges(num_stages):
-            yield Kind.SEND_F, edge.source, edge.target, microbatch
-            yield Kind.SEND_B, edge.target, edge.source, microbatch
-
-
-def _arrow(
-    start: MeasuredEvent, end: MeasuredEvent, timeline: _Timeline, pid_of: Mapping[int, int], arrow_id: int
-) -> Iterator[dict[str, Any]]:
-    # An arrow binds to the slice that is open at its moment: at the very end of a slice, none is.
-    leaves_us = max(_us(start.work_start_s), _us(start.end_s) - 1)
-    arrives_us = max(leaves_us, _us(end.work_start_s))
-    shared = {"name": "message", "cat": f"message {timeline.name}", "id": arrow_id, "tid": timeline.thread}
-    yield {"ph": "s", "pid": pid_of[start.rank], "ts": leaves_us, **shared}
-    yield {"ph": "f", "bp": "e", "pid": pid_of[end.rank], "ts": arrives_us, **shared}
 
 
 def _us(seconds: float) -> int:

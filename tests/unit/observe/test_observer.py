@@ -94,7 +94,8 @@ def test_a_plan_written_by_hand_promises_nothing(tmp_path: Path) -> None:
 def test_the_timeline_has_world_ranks_and_bytes(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.observer.plan_made(two_stage_plan())
-    run.observer.timeline(measured_as(simulation()), simulation(), step=3)
+    measured = [event._replace(bytes_in_use=200) for event in measured_as(simulation())]
+    run.observer.timeline(measured, simulation(), step=3)
     run.observer.close()
     assert run.folder is not None
     trace = json.loads(run.folder.trace_file.read_text())
