@@ -22,7 +22,6 @@ from shardwright.torch._private import (
     storage_key,
 )
 from shardwright.torch.counting.operation_work import (
-    RepeatedWrites,
     TracedDraws,
     attention_flops,
     flops_of,
@@ -30,11 +29,10 @@ from shardwright.torch.counting.operation_work import (
 )
 from shardwright.torch.interception.deferred import spec_of
 from shardwright.torch.pytorch.functions import (
-    is_batch_norm_in_training,
-    reduced_elements,
     tensors_in,
     written_tensors,
 )
+from shardwright.torch.pytorch.modules import outermost_checkpoint
 from shardwright.torch.randomness import Draw, describe_draw
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
@@ -80,9 +78,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: names of the parameters and buffers that were read.
         written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
         views: memory of a fake tensor -> that of the real tensor of which it is a view.
-        repeats: which of the memory that was written to ``torch.utils.checkpoint`` writes to again.
-        reduced: of how many elements operations have made one number.
-        normalises: a batch norm has computed statistics.
+        written_again: which of that memory ``torch.utils.checkpoint`` writes to again, in the backward.
         reads_data: an operation looked at values, or took the shape of its result from them.
     """
 
@@ -116,10 +112,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parameters: set[str] = set()
         self.written: set[int] = set()
         self.views: dict[int, int] = {}
-        self.repeats = RepeatedWrites()
+        self.written_again: set[int] = set()
         self.reads_data = False
-        self.reduced: set[int] = set()
-        self.normalises = False
         self._names = names or {}
         self._watch = watch
         self._row = row
@@ -156,7 +150,6 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch = None
         self._stand_ins.clear()
         self._whole.clear()
-        self.repeats.forget()
 
     @contextmanager
     def keeping_only(self, inputs: list[Tensor]) -> Iterator[None]:
@@ -175,7 +168,6 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._names:
             self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
             self._note_written(func, args, kwargs)
-            self.repeats.ran(tensors_in(args))
         draw = describe_draw(func, args, kwargs)
         in_row = draw is not None and (self._row is None or self._row.has(draw))
         result = func(*self._undivided(args), **self._undivided(kwargs))
@@ -183,8 +175,6 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_stand_in(args, result)
         reads = _reads_data(func, args)
         self.reads_data = self.reads_data or reads
-        self.reduced.add(reduced_elements(func, args))
-        self.normalises = self.normalises or is_batch_norm_in_training(func, args)
         if self._watch is not None:
             self._watch.ran((*args, *kwargs.values()), result, draws=draw is not None)
         if draw is not None:
@@ -245,7 +235,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._watch.wrote(own)
         if written:
             self.written.update(written)
-            self.repeats.wrote(written)
+            if outermost_checkpoint() is not None:
+                self.written_again.update(written)
 
     def _note_stand_in(self, args: Any, result: Any) -> None:
         """A view of a real tensor is a fake one, with memory of its own."""

@@ -1,8 +1,4 @@
-"""The work of an operation, memory written again, and its random draws in the sequence.
-
-The repeated forward runs up to the last operation that saves something for gradients. So a write under a
-checkpoint is repeated if such an operation makes it, or follows it under the same checkpoint. A forward
-without gradients, such as a teacher's, repeats nothing.
+"""The work of an operation, and its random draws in the sequence.
 
 A draw continues the sequence if the generator is where the previous draw left it. It does not after a seed,
 or in a backward inside a unit that recomputes something: such draws need no fast-forward::
@@ -21,7 +17,6 @@ one, and only the rank that draws from it advances it: later draws must be on th
 import ctypes
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +28,6 @@ from shardwright.model_graph import Node, Together, Work
 from shardwright.torch._private import generator_key
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.functions import tensors_in
-from shardwright.torch.pytorch.modules import called_from, outermost_checkpoint
 from shardwright.torch.randomness import Draw, get_state, is_default
 
 aten = torch.ops.aten
@@ -103,57 +97,6 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     **dict.fromkeys(_ATTENTION, attention_flops),
 }
-
-
-class RepeatedWrites:
-    """Looks at the operations of one call of a unit.
-
-    Attributes:
-        again: memory (`storage_key`) that is written to a second time.
-        once: memory that is written to without being repeated, or several times in between.
-        undecided: when the call is over: memory that is written to a second time if another call under the
-            same checkpoint has gradients.
-    """
-
-    def __init__(self) -> None:
-        self.again: set[int] = set()
-        self.once: set[int] = set()
-        self.undecided: set[int] = set()
-        self._undecided: list[tuple[FrameType, int]] = []
-
-    def wrote(self, memories: Iterable[int]) -> None:
-        """An operation is about to write to memory."""
-        frame = outermost_checkpoint()
-        # The variant that is `use_reentrant` runs without gradients at first.
-        reentrant = called_from("torch.utils.checkpoint", "forward")
-        for memory in memories:
-            if reentrant:
-                self._repeat(memory)
-            elif frame is not None:
-                self._undecided.append((frame, memory))
-            else:
-                self.once.add(memory)
-
-    def ran(self, tensors: Iterable[Tensor]) -> None:
-        """An operation with these arguments runs."""
-        if not self._undecided or not torch.is_grad_enabled():
-            return
-        if any(tensor.requires_grad for tensor in tensors):
-            frame = outermost_checkpoint()
-            repeated = [memory for other, memory in self._undecided if other is frame]
-            self._undecided = [(other, memory) for other, memory in self._undecided if other is not frame]
-            for memory in repeated:
-                self._repeat(memory)
-
-    def forget(self) -> None:
-        """Ends the call and releases its frames."""
-        self.undecided = {memory for _, memory in self._undecided}
-        self._undecided = []
-
-    def _repeat(self, memory: int) -> None:
-        if memory in self.again:
-            self.once.add(memory)
-        self.again.add(memory)
 
 
 _FIRST_SEED = 0x5EED_0000_0000

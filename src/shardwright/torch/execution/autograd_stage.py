@@ -23,7 +23,6 @@ from shardwright.torch._private import run_backward
 from shardwright.torch.backward.split_backward import allow_split, count_uses, put_off_weights
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
-from shardwright.torch.tracing.batch_statistics import RecomputedStatistics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class AutogradStage:
         losses: how much the loss of each microbatch counts.
         on_backward: called when a backward of the stage begins and when it has ended: see
             `GradientReducer.on_backward`.
-        statistics: of batch norms whose forward is recomputed; None where there are none.
     """
 
     number: int
@@ -46,7 +44,6 @@ class AutogradStage:
     losses: LossWeights
     device: torch.device
     on_backward: Callable[..., None] | None
-    statistics: RecomputedStatistics | None
     _put_off: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
 
     # ---- driven by the loop ----
@@ -54,44 +51,44 @@ class AutogradStage:
     def forward(self, microbatch: int) -> None:
         """Runs the step function up to the end of the stage."""
         running = self.microbatches[microbatch]
-        with self._prepared(microbatch, forward=True):
-            count_uses(running.uses)
-            running.forward(self.number)
+        self._prepare(microbatch)
+        count_uses(running.uses)
+        running.forward(self.number)
 
     def backward(self, microbatch: int, *, is_last: bool) -> None:
         """Runs autograd from what the stage sent, and the loss."""
         running = self.microbatches[microbatch]
-        with self._prepared(microbatch, forward=False):
-            roots, gradients = self._roots(running)
-            self._tell(begins=True, is_last=is_last, is_whole=True)
-            if roots:
-                with self._running_again(running), running.state.as_left(self.number):
-                    run_backward(roots, gradients)
-            self._tell(begins=False, is_last=is_last, is_whole=True)
-            self._end_backward(running)
+        self._prepare(microbatch)
+        roots, gradients = self._roots(running)
+        self._tell(begins=True, is_last=is_last, is_whole=True)
+        if roots:
+            with self._running_again(running), running.state.as_left(self.number):
+                run_backward(roots, gradients)
+        self._tell(begins=False, is_last=is_last, is_whole=True)
+        self._end_backward(running)
 
     def backward_input(self, microbatch: int) -> None:
         """Runs autograd, and puts the gradients of weights off where a module can."""
         running = self.microbatches[microbatch]
-        with self._prepared(microbatch, forward=False):
-            roots, gradients = self._roots(running)
-            if roots:
-                with (
-                    self._running_again(running),
-                    running.state.as_left(self.number),
-                    put_off_weights(root.grad_fn for root in roots) as work,
-                ):
-                    run_backward(roots, gradients)
-                self._put_off[microbatch] = work
-            self._end_backward(running)
+        self._prepare(microbatch)
+        roots, gradients = self._roots(running)
+        if roots:
+            with (
+                self._running_again(running),
+                running.state.as_left(self.number),
+                put_off_weights(root.grad_fn for root in roots) as work,
+            ):
+                run_backward(roots, gradients)
+            self._put_off[microbatch] = work
+        self._end_backward(running)
 
     def backward_weight(self, microbatch: int, *, is_last: bool) -> None:
         """Computes what `backward_input` has put off."""
-        with self._prepared(microbatch, forward=False):
-            self._tell(begins=True, is_last=is_last, is_whole=False)
-            for work in self._put_off.pop(microbatch, ()):
-                work()
-            self._tell(begins=False, is_last=is_last, is_whole=False)
+        self._prepare(microbatch)
+        self._tell(begins=True, is_last=is_last, is_whole=False)
+        for work in self._put_off.pop(microbatch, ()):
+            work()
+        self._tell(begins=False, is_last=is_last, is_whole=False)
 
     def offload(self, microbatch: int) -> None:
         """Has leave what the last unit has kept; the others have begun."""
@@ -120,10 +117,9 @@ class AutogradStage:
 
     # ---- inside ----
 
-    def _prepared(self, microbatch: int, *, forward: bool) -> AbstractContextManager[None]:
+    def _prepare(self, microbatch: int) -> None:
         # For the forward, and for the one that a backward repeats.
         allow_split(microbatch in self.split)
-        return nullcontext() if self.statistics is None else self.statistics.updated(forward=forward)
 
     def _tell(self, *, begins: bool, is_last: bool, is_whole: bool) -> None:
         """Tells who sums gradients over ranks that a backward begins, or has ended."""

@@ -40,7 +40,6 @@ from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.pytorch.modules import range_named
 from shardwright.torch.pytorch.tensors import Order, from_memory_order, in_memory_order
 from shardwright.torch.randomness import GeneratorState, run_ahead, set_state
-from shardwright.torch.tracing.batch_statistics import RecomputedStatistics
 from shardwright.torch.tracing.together import GlueBuffers
 
 
@@ -243,8 +242,6 @@ class Executor:
         """The stages of this rank, for this batch."""
         row = batch.common.schedule.actions[batch.rank]
         split = {(a.stage, a.microbatch) for a in row if a.kind is Kind.BACKWARD_INPUT}
-        repeated = [program.trace.repeated_buffers for program in batch.common.distinct]
-        statistics = RecomputedStatistics(self._model, repeated) if any(repeated) else None
         return {
             number: AutogradStage(
                 number=number,
@@ -254,7 +251,6 @@ class Executor:
                 losses=batch.losses,
                 device=self._device,
                 on_backward=self._on_backward,
-                statistics=statistics,
             )
             for number, owner in enumerate(batch.common.schedule.stage_ranks)
             if owner == batch.rank

@@ -42,7 +42,6 @@ from shardwright.torch.tensor_parallel.divide import divide_parameter, tensor_gr
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.experts import run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
-from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.trace_data import Trace
 
 if TYPE_CHECKING:
@@ -102,7 +101,6 @@ class ModelPlacement:
         *,
         agreement: Agreement,
         programs: ProgramMaker,
-        statistics: BatchStatistics,
         offloading: Offloading,
     ):
         self._context = context
@@ -111,7 +109,6 @@ class ModelPlacement:
         self._materialiser = materialiser
         self._agreement = agreement
         self._programs = programs
-        self._statistics = statistics
         self._offloading = offloading
         self._groups = SharingGroups(context)
         self._tensor_group: TensorGroup | None = None
@@ -207,7 +204,6 @@ class ModelPlacement:
         if self._agreement.on_any(again) or known is None:
             known = self._programs.trace(function, part)
         self._agreement.on_trace(known)
-        self._statistics.note(known.graph.batch_statistics)
         plan.check(known.graph, world_size=self._context.mesh.world_size)
         return known
 

@@ -78,7 +78,6 @@ class PipelineEngine:
             materialiser,
             agreement=self._agreement,
             programs=self._programs,
-            statistics=self._statistics,
             offloading=offloading_of(context),
         )
         self._placed: PlacedModel | None = None

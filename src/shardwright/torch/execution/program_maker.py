@@ -191,7 +191,7 @@ class ProgramMaker:
         )
         if self._context.plan is not None and self._context.plan.schedule.microbatches > 1:
             refuse_recomputed_vectors(self._model.get_module(), program.trace.repeated_buffers)
-        warn_of_recomputed_buffers(self._model.get_module(), program.trace.repeated_buffers)
+            warn_of_recomputed_buffers(self._model.get_module(), program.trace.repeated_buffers)
         self._attributes.traced((path, signature_of(part)), trace.digest)
         return program
 

@@ -17,7 +17,6 @@ from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tensors import autocast_state, order_of
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import DrawsOfPython
-from shardwright.torch.tracing.batch_statistics import RepeatedBuffers, TracedStatistics
 from shardwright.torch.tracing.hidden_inputs import HiddenInputs
 from shardwright.torch.tracing.path import PathRecorder
 from shardwright.torch.tracing.together import TracedBuffers
@@ -139,7 +138,6 @@ class Recording:
         num_hooks: hooks that counting has registered, which are none of the step function's.
         python_draws: random numbers of Python and NumPy.
         path: the free operations, and what Python reads of their results.
-        statistics: layers that compute statistics over samples.
         repeated_buffers: buffers that ``torch.utils.checkpoint`` changes a second time.
     """
 
@@ -165,8 +163,7 @@ class Recording:
         self.python_draws = DrawsOfPython(lambda: recorder.position)
         self.draws = TracedDraws(request.device, user_line)
         self.path = PathRecorder(batch)
-        self.statistics = TracedStatistics()
-        self.repeated_buffers = RepeatedBuffers()
+        self.repeated_buffers: set[str] = set()
 
     def tensor_facts(self, shapes_asked: Iterable[int]) -> TensorFacts:
         """Facts about the tensors behind the values."""

@@ -216,8 +216,7 @@ class Trace:
         result_values: (position among the leaves of what the step function returned, value).
         path: finds out whether another microbatch goes the same way; None where only another trace tells.
         recomputes: the step function itself recomputes activations (``torch.utils.checkpoint``) around units.
-        repeated_buffers: name of a buffer that ``torch.utils.checkpoint`` changes a second time -> whether
-            it is changed just so, once in the forward.
+        repeated_buffers: names of those that ``torch.utils.checkpoint`` changes a second time.
         random: random numbers that the steps do not tell of.
         loss: how the loss is reduced over samples; None where the trace ends before.
         evaluated: without ``backward``: place in the result -> how that number is reduced over samples.
@@ -233,7 +232,7 @@ class Trace:
     result_values: tuple[tuple[int, int], ...]
     path: Path | None
     recomputes: bool
-    repeated_buffers: Mapping[str, bool]
+    repeated_buffers: frozenset[str]
     random: RandomUse
     effects: SideEffects
     end: TraceEnd
@@ -282,7 +281,7 @@ class Trace:
             self.tensors.orders,
             self.ends,
         ]
-        rows.append(sorted(self.repeated_buffers.items()))
+        rows.append(sorted(self.repeated_buffers))
         for step in self.steps:
             changes = [
                 (

@@ -45,8 +45,6 @@ class Outcome:
         written: what the unit holds and has changed: parameters, buffers, tensors in plain attributes.
         written_names: names of the parameters and buffers among these, and of those in the same memory.
         written_again: those among it that ``torch.utils.checkpoint`` changes a second time.
-        written_once: those among it that are changed at other times, too, or several times in between.
-        written_undecided: those that are changed a second time if what comes after has gradients.
         own_results: positions of results that lie in memory which the unit holds and writes to in every call.
         unreached: positions of arguments that require gradients, and get none from it.
     """
@@ -59,15 +57,8 @@ class Outcome:
     written: Sequence[Tensor] = ()
     written_names: tuple[str, ...] = ()
     written_again: Sequence[Tensor] = ()
-    written_once: Sequence[Tensor] = ()
-    written_undecided: Sequence[Tensor] = ()
     own_results: tuple[int, ...] = ()
     unreached: frozenset[int] = frozenset()
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether gradients come back to the call."""
-        return any(isinstance(item, Tensor) and item.requires_grad for item in leaves(self.output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +191,7 @@ class UnitState:
         return replace(
             outcome,
             written=self._changed(cost.written),
-            written_again=self._in_memory(cost.repeats.again),
-            written_once=self._in_memory(cost.repeats.once),
-            written_undecided=self._in_memory(cost.repeats.undecided),
+            written_again=self._in_memory(cost.written_again),
             own_results=self._own_results(results, cost),
         )
 

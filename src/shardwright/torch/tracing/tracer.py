@@ -29,6 +29,7 @@ from shardwright.torch.parameters.quantized import shapes_of_quantized
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.tracing.batch_statistics import layers_with_statistics
 from shardwright.torch.tracing.recording import Recording
 from shardwright.torch.tracing.together import BufferWatch
 from shardwright.torch.tracing.trace_data import SideEffects, Trace, TraceRequest
@@ -233,7 +234,7 @@ class Tracer:
             result_values=result_values,
             path=recording.path.path(unit_map.model, self._values.names),
             recomputes=self._units.recomputes,
-            repeated_buffers=recording.repeated_buffers.names(graph.contributing()),
+            repeated_buffers=frozenset(recording.repeated_buffers),
             random=recording.random_use(),
             effects=replace(effects, replaced_buffers=replaced),
             end=self._end.end(left),
@@ -250,7 +251,6 @@ class Tracer:
         seen = (self._values.find(item) for item in self._end.seen) if self._end.is_found else ()
         outputs = tuple(dict.fromkeys((*returned, *(value for value in seen if value is not None))))
         follow_changes(recorder.steps, outputs if recorder.loss is None else (*outputs, recorder.loss))
-        state = recording.buffers.initial.values()
         return ModelGraph(
             free_operations=sum(step.node is None for step in recorder.steps),
             nodes=recording.hidden.in_graph(recorder.nodes()),
@@ -262,5 +262,5 @@ class Tracer:
             batch_size=request.batch_size,
             batch_bytes=self._batch_bytes,
             together=together,
-            batch_statistics=recording.statistics.layers(request.unit_map, state, samples=request.batch_size),
+            batch_statistics=tuple(layers_with_statistics(request.unit_map.model)),
         )

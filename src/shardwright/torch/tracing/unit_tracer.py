@@ -125,14 +125,7 @@ class UnitTracer:
         self._num_calls[name] = self._num_calls.get(name, 0) + 1
         if outcome.written_names:
             self._mutates.add(name)
-        recording.statistics.note_unit(name, outcome)
-        recording.repeated_buffers.note(
-            recording.recorder.num_nodes,
-            again=values.names_of(outcome.written_again),
-            once=values.names_of(outcome.written_once),
-            undecided=values.names_of(outcome.written_undecided),
-            has_gradient=outcome.has_gradient,
-        )
+        recording.repeated_buffers.update(values.names_of(outcome.written_again))
 
     def _refuse_other_weights(self, module: nn.Module, name: str) -> None:
         """Refuses a unit whose parameters have been replaced for this call."""
@@ -225,15 +218,10 @@ class OperationTracer:
         cost_class = found.cost_class(call, name)
         memory = found.working_memory(cost_class, call)
         outcome = self._run(call)
-        found.statistics.note_operation(outcome, line=call.line)
         node = call.node("op", name, outcome, cost_class=cost_class, memory=memory, parameters=parameters)
         if in_step_code():
             self._note_for_end(call, outcome)
         result = found.recorder.record(node, call, outcome)
-        changed = found.recorder.steps[-1].changed_parameters
-        if changed or found.repeated_buffers.are_undecided:
-            at = found.recorder.num_nodes - 1
-            found.repeated_buffers.note(at, undecided=changed, has_gradient=outcome.has_gradient)
         if parameters or outcome.cost.random or call.func in functions.NEED_HISTORY:
             found.end.must_be_traced()
         if in_step_code():
