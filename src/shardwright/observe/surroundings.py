@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,40 +84,12 @@ def _version(package: str) -> str | None:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that the repository around a folder is at; empty where there is none."""
-    for place in (folder, *folder.parents):
-        git = place / ".git"
-        if git.is_dir():
-            return _commit(git, git)
-        if git.is_file():  # a worktree, or a submodule
-            link = _first_line(git).removeprefix("gitdir:").strip()
-            own = (place / link) if link else git
-            common = _first_line(own / "commondir")
-            return _commit(own, (own / common) if common else own)
-    return ""
-
-
-def _commit(own: Path, common: Path) -> str:
-    head = _first_line(own / "HEAD")
-    if not head.startswith("ref:"):
-        return head if _is_hash(head) else ""
-    name = head.removeprefix("ref:").strip()
-    for place in (own, common):
-        if _is_hash(found := _first_line(place / name)):
-            return found
-    for line in _text(common / "packed-refs").splitlines():
-        found, _, ref = line.partition(" ")
-        if ref == name and _is_hash(found):
-            return found
-    return ""
-
-
-def _is_hash(text: str) -> bool:
-    return len(text) in (40, 64) and all(letter in "0123456789abcdef" for letter in text)
-
-
-def _first_line(path: Path) -> str:
-    return _text(path).partition("\n")[0].strip()
+    """The commit that the repository around a folder is at; empty where there is none, or no git."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
 
 
 def _text(path: Path) -> str:
