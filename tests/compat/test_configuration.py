@@ -109,9 +109,9 @@ def test_other_text_from_the_launcher_is_refused(text):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"pipeline": "fast"}, "pipeline is 'fast', but it must be simple"),
-        ({"partitions": 0}, "^partitions is 0, but it must be a whole number"),
-        ({"ddp": "yes"}, "ddp is 'yes', but it must be True or False"),
+        ({"pipeline": "fast"}, "pipeline is 'fast', but it must be one of 'simple'"),
+        ({"partitions": 0}, "^partitions is 0, but it must be at least 1"),
+        ({"ddp": "yes"}, "ddp is 'yes', but it must be true or false"),
         ({"partition_file": 3}, "partition_file is 3, but it must be text"),
         ({"auto_partition": False}, "auto_partition is False, but default_partition"),
         ({"partitions": 2, "default_partition": 2}, "it must be from 0 to 1"),

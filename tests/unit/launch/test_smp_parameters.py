@@ -49,7 +49,8 @@ def test_a_published_dictionary_is_accepted():
 @pytest.mark.parametrize("key", ["microbatches", "partitions", "active_microbatches"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, "2", True])
 def test_counts_are_whole_numbers_of_at_least_1(key, value):
-    assert f"{key} is {value!r}, but it must be a whole number of at least 1" in problem(**{key: value})
+    rule = "at least 1" if type(value) is int else "a whole number"
+    assert f"{key} is {value!r}, but it must be {rule}" in problem(**{key: value})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_counts_are_whole_numbers_of_at_least_1(key, value):
 )
 @pytest.mark.parametrize("value", [1, "true"])
 def test_flags_are_bools(key, value):
-    assert f"{key} is {value!r}, but it must be True or False" in problem(**{key: value})
+    assert f"{key} is {value!r}, but it must be true or false" in problem(**{key: value})
 
 
 @pytest.mark.parametrize(("key", "value"), [("ddp_port", 8888), ("ddp_dist_backend", "nccl")])

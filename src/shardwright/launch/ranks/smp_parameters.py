@@ -10,18 +10,16 @@ import json
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeGuard, get_args
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
 
 from shardwright.config import Config, PipelineKind
 from shardwright.errors import ConfigError
 from shardwright.files import DocumentError, UserFile, parse_json
-from shardwright.problems import join
+from shardwright.problems import describe, join
 from shardwright.quantities import MOST_RANKS
 from shardwright.text import printable, shown
-
-_PIPELINES = ("simple", "interleaved", "_only_forward")
-_OUR_PIPELINES = tuple(kind for kind in get_args(PipelineKind) if kind != "auto")
-_BACKENDS = ("auto", "nccl", "gloo")
 
 _COUNTS = (
     "partitions pipeline_parallel_degree tensor_parallel_degree sharded_data_parallel_degree microbatches "
@@ -38,11 +36,6 @@ _ANY = (
     "sdp_gradient_clipping delayed_parameter_initialization static_mode fast_mode checkpoint_attentions "
     "_match_weights _fp32_grad_accumulation overlapping_allreduce"
 ).split()
-_OTHERS = (
-    "pipeline optimize placement_strategy default_partition partition_file memory_weight ddp_port "
-    "ddp_dist_backend"
-).split()
-_KNOWN = frozenset((*_COUNTS, *_FLAGS, *_ANY, *_OTHERS))
 _DEGREES = (
     "partitions",
     "pipeline_parallel_degree",
@@ -98,13 +91,10 @@ def check_smp_parameters(parameters: Mapping[str, Any], *, needs_degree: bool = 
     """
     given = {_plain(str(key)): value for key, value in parameters.items() if value is not None}
     problems = [
-        *_wrong_counts(given),
-        *_wrong_flags(given),
-        *_wrong_choices(given),
-        *_wrong_numbers(given),
+        *_out_of_range(given),
         *_contradictions(given),
     ]
-    known = sorted({*_KNOWN, *Config.model_fields})
+    known = sorted({*_Known.model_fields, *_ANY, *Config.model_fields})
     for key in (key for key in given if key not in known):
         if close := get_close_matches(key, known, n=1, cutoff=_SLIP):
             problems.append(f"{printable(key)} is not a parameter. Did you mean {close[0]}?")
@@ -142,7 +132,7 @@ def check_world(parameters: Mapping[str, Any], *, num_hosts: int, processes_per_
 
 
 def _plain(key: str) -> str:
-    return key if key in _KNOWN else key.replace("-", "_")
+    return key if key in _ANY else key.replace("-", "_")
 
 
 _GIVE = "Give the path of a JSON file, or a dictionary"
@@ -194,75 +184,36 @@ def _is_count(value: Any, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_RANKS
 
 
-def _wrong_counts(given: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key} is {shown(given[key])}, but it must be a whole number of at least 1, and at most "
-        f"{MOST_RANKS}. For example: {key!r}: 2"
-        for key in _COUNTS
-        if key in given and not _is_count(given[key])
-    ]
-
-
-def _wrong_flags(given: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key} is {shown(given[key])}, but it must be True or False."
-        for key in _FLAGS
-        if key in given and not isinstance(given[key], bool)
-    ]
-
-
-def _wrong_choices(given: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if "pipeline" in given and given["pipeline"] not in (*_PIPELINES, *_OUR_PIPELINES, "auto"):
-        problems.append(
-            f"pipeline is {shown(given['pipeline'])}, but it must be simple (all forwards, then all "
-            f"backwards) or interleaved (backward first); _only_forward, auto, {', '.join(_OUR_PIPELINES)} "
-            "are accepted, too."
+def _order_of_ranks(value: str) -> str:
+    if value not in ("cluster", "spread") and sorted(value.upper()) != sorted("DPT"):
+        raise ValueError(
+            "it must be cluster (the same as DPT), spread (TPD), or another order of the letters D, P and T; "
+            "the rightmost changes fastest"
         )
-    if "placement_strategy" in given and not _is_placement(given["placement_strategy"]):
-        problems.append(
-            f"placement_strategy is {shown(given['placement_strategy'])}, but it must be cluster (the same "
-            "as DPT), spread (TPD), or another order of the letters D, P and T; the rightmost changes "
-            "fastest."
-        )
-    if "optimize" in given and given["optimize"] not in ("speed", "memory"):
-        problems.append(f"optimize is {shown(given['optimize'])}, but it must be speed or memory.")
-    if "ddp_dist_backend" in given and given["ddp_dist_backend"] not in _BACKENDS:
-        problems.append(
-            f"ddp_dist_backend is {shown(given['ddp_dist_backend'])}, but it must be "
-            f"{', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}."
-        )
-    return problems
+    return value
 
 
-def _is_placement(value: Any) -> bool:
-    return isinstance(value, str) and (
-        value in ("cluster", "spread") or sorted(value.upper()) == sorted("DPT")
-    )
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(_COUNTS, (Annotated[int, Field(ge=1, le=MOST_RANKS)], 1)),
+    **dict.fromkeys(_FLAGS, (bool, False)),
+    "pipeline": (Literal["simple", "interleaved", "_only_forward", PipelineKind], "auto"),
+    "optimize": (Literal["speed", "memory"], "speed"),
+    "placement_strategy": (Annotated[str, AfterValidator(_order_of_ranks)], "cluster"),
+    "default_partition": (Annotated[int, Field(ge=0, le=MOST_RANKS)], 0),
+    "partition_file": (str, ""),
+    "memory_weight": (Annotated[float, Field(ge=0, le=1)], 0.0),
+    "ddp_port": (Annotated[int, Field(ge=1, lt=2**16)], 1),
+    "ddp_dist_backend": (Literal["auto", "nccl", "gloo"], "auto"),
+}
+_Known = create_model("_Known", __config__=ConfigDict(strict=True), **_FIELDS)
 
 
-def _wrong_numbers(given: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if "partition_file" in given and not isinstance(given["partition_file"], str):
-        problems.append(
-            f"partition_file is {shown(given['partition_file'])}, but it must be text: the path of a file."
-        )
-    if "default_partition" in given and not _is_count(given["default_partition"], least=0):
-        problems.append(
-            f"default_partition is {shown(given['default_partition'])}, but it must be a whole number of at "
-            "least 0: the stage of modules outside any smp.partition."
-        )
-    weight = given.get("memory_weight", 0.5)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
-        problems.append(
-            f"memory_weight is {shown(weight)}, but it must be a number from 0 (balance time only) to 1 "
-            "(balance memory only)."
-        )
-    if "ddp_port" in given and not (_is_count(given["ddp_port"]) and given["ddp_port"] < 2**16):
-        problems.append(
-            f"ddp_port is {shown(given['ddp_port'])}, but it must be a TCP port, from 1 to 65535."
-        )
-    return problems
+def _out_of_range(given: Mapping[str, Any]) -> list[str]:
+    try:
+        _Known.model_validate(dict(given))
+    except ValidationError as error:
+        return describe(error.errors(), root="the parameters")
+    return []
 
 
 def _contradictions(given: Mapping[str, Any]) -> list[str]:
