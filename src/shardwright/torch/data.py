@@ -238,9 +238,6 @@ class _SeededInWorkers(Dataset[Any]):
     """A data set whose samples draw the same random numbers in whichever worker they are made.
 
     Without workers they draw from the generators of the rank, which are saved with it.
-
-    Attributes:
-        seeds: further numbers that the seed is made of.
     """
 
     dataset: Any

@@ -29,9 +29,6 @@ class LossScaler:
     """A loss scale, and how it changes.
 
     Attributes:
-        scale: what the loss is multiplied by now.
-        scale_factor: by which it falls and grows.
-        scale_window: updates without overflow after which it grows.
         delayed_shift: overflows that it takes to fall.
         consecutive_hysteresis: an update without overflow forgets the overflows before it.
         overflow: the gradients of the last step, or of one that they were added to, overflowed on some rank.
@@ -64,7 +61,6 @@ class LossScaler:
                 setattr(self, name, saved[name])
 
     def gradients_came(self, *, overflow: bool) -> None:
-        """Records the gradients of a step."""
         self.overflow = overflow or (self.overflow and not self._is_judged)
         self._is_judged = False
 
@@ -118,7 +114,6 @@ class EarlierGradients:
         self._earlier: dict[int, Tensor] = {}
 
     def begin(self, but: Collection[int] = ()) -> None:
-        """Takes them out."""
         self._earlier.clear()
         for parameter in self._parameters():
             if parameter.grad is not None and id(parameter) not in but:
@@ -126,7 +121,6 @@ class EarlierGradients:
                 parameter.grad = None
 
     def leave(self) -> None:
-        """Adds them."""
         for parameter in self._parameters() if self._earlier else ():
             earlier = self._earlier.pop(id(parameter), None)
             if earlier is not None:

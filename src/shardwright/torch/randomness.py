@@ -50,12 +50,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A step of this rank that draws.
-
-    Attributes:
-        before: state of the generators that it must find.
-        after: the one that it must leave.
-    """
+    """A step of this rank that draws."""
 
     before: GeneratorState
     after: GeneratorState
@@ -128,13 +123,11 @@ def own_generators(draws: Iterable[Draw]) -> tuple[torch.Generator, ...]:
 
 
 def get_state(device: torch.device, own: Sequence[torch.Generator] = ()) -> GeneratorState:
-    """State of the generators that a rank on this device uses."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.random.get_rng_state(), on_device, *(generator.get_state() for generator in own)
 
 
 def set_state(state: GeneratorState, device: torch.device, own: Sequence[torch.Generator] = ()) -> None:
-    """Sets the state of the generators that a rank on this device uses; takes what `get_state` does."""
     on_cpu, on_device, *of_own = state
     assert on_cpu is not None
     torch.random.set_rng_state(on_cpu)
@@ -260,12 +253,10 @@ def python_random_kept() -> Iterator[None]:
 
 
 def get_python_state() -> PythonState:
-    """The state of both generators."""
     return random.getstate(), np.random.get_state()  # type: ignore[return-value]
 
 
 def set_python_state(state: PythonState) -> None:
-    """Sets both generators."""
     python, numpy = state
     random.setstate(python)
     np.random.set_state(numpy)

@@ -81,10 +81,7 @@ class MemoryRates:
 
 
 def measure_products(device: torch.device, dtype: str, *, progress: Callable[[], None]) -> tuple[Rate, ...]:
-    """Rates of matrix products by size; collective over all ranks.
-
-    Sizes stop where one product takes a third of a second: some devices have no fast products of a dtype.
-    """
+    """Rates of matrix products by size; collective over all ranks."""
     found = []
     sizes = _CPU_SIZES if device.type == "cpu" else _DEVICE_SIZES
     for rows, inner, columns in sizes:
@@ -173,7 +170,6 @@ def _barrier() -> None:
 
 
 def _worst(seconds: float | None) -> float | None:
-    """The most seconds of all ranks that have any; None where one of them cannot."""
     if not dist.is_initialized():
         return seconds
     found: list[float | None] = tell_all(seconds)

@@ -54,7 +54,6 @@ class ScriptRun(Context):
 
 
 def script_run() -> ScriptRun:
-    """The current run."""
     current = context()
     if not isinstance(current, ScriptRun):
         raise UsageError("this run was not begun by a script. Call shardwright.torch.init().")
@@ -224,7 +223,6 @@ def notebook_launcher(function: Callable[..., Any], ranks: int, *args: Any) -> A
 def _run_rank(
     rank: int, function: Callable[..., Any], args: tuple[Any, ...], ranks: int, port: int, folder: str
 ) -> None:
-    """One rank, in a process of its own."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

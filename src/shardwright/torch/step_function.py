@@ -113,7 +113,6 @@ def step_function(
     loss_reduction: str | None = None,
     prepared: Callable[[Batch], Batch] | None = None,
 ) -> Callable[..., Any]:
-    """Makes a step function, as `step` does with its options."""
     parameters = parameters_of(function, named=(*non_split_inputs, *(input_split_axes or {}), *split_lists))
     splitter = Splitter(
         names=parameters.names,
@@ -151,7 +150,6 @@ def step_function(
 
 
 def _gathered(done: BatchResult) -> Any:
-    """The results of the microbatches, put together."""
     if done.weights is None:
         return gather_outputs(done.results)
     places = done.loss_places if done.losses is not None else ()

@@ -192,7 +192,6 @@ class StreamLoader:
         return self._state() if self._ahead is None else self._ahead
 
     def _state(self) -> Any:
-        """The state of the stream, which may go on to change the one that it gives."""
         return deepcopy(self._stateful.state_dict()) if _has_state(self._stateful) else None
 
     def _with_workers(self, options: dict[str, Any]) -> Any:

@@ -55,7 +55,6 @@ def is_routed(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is to keep all scores."""
     return vars(module).get(_MARK) == astuple(PLAIN)
 
 
@@ -88,12 +87,10 @@ class Choices:
 
     @classmethod
     def note(cls, module: nn.Module, choice: Choice) -> None:
-        """A module was called."""
         cls._of[module] = choice
 
     @classmethod
     def of(cls, module: nn.Module) -> Choice | None:
-        """What a module took; None before it is called."""
         return cls._of.get(module)
 
 
@@ -169,7 +166,6 @@ _UNROUTED = ("softcap", "position_bias", "cache")
 
 
 def looks_up_attention(module: nn.Module) -> bool:
-    """Whether a module looks up how to compute its attention."""
     forward = inspect.unwrap(type(module).forward)
     return _LOOKED_UP in getattr(getattr(forward, "__code__", None), "co_names", ())
 

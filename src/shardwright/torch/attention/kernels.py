@@ -59,7 +59,6 @@ class Attention:
 
     Attributes:
         seen: which keys a query sees by its position.
-        dropout: share of weights that are dropped.
         hidden_score: added to a score where a mask of booleans is False.
     """
 

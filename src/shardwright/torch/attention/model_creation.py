@@ -214,14 +214,12 @@ class _Creation:
             self._created.append(ref(module))  # until the model has decided on an implementation
 
     def end(self) -> None:
-        """Routes what was created for transformers models."""
         for reference in self._created:
             module = reference()
             if module is not None:
                 self._settle_known(module)
 
     def route(self, module: nn.Module) -> None:
-        """Routes a module that exists already."""
         if not self._settle_plain(module):
             self._settle_known(module)
 
@@ -288,7 +286,6 @@ class _Undecided:
 
     @classmethod
     def knows(cls, config: Any) -> bool:
-        """Whether a config is one of these."""
         reference = cls._of.get(id(config))
         return reference is not None and reference() is config
 

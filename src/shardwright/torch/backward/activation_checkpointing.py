@@ -138,7 +138,6 @@ def call_recomputed(
     *,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """Calls a module so that its activations are recomputed in the backward."""
     if waits_for_loss(module, args):
         return call(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
@@ -275,7 +274,6 @@ def _is_cache(item: Any) -> bool:
 
 
 def mark_recomputed(module: nn.Module, *, preserve_rng_state: bool = True) -> None:
-    """Has a module recompute its activations whenever it is called."""
     vars(module)[_MARK] = preserve_rng_state
     user_class = type(module)
     if issubclass(user_class, _Recomputed):

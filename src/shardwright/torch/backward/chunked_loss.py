@@ -35,7 +35,6 @@ class ChunkedRows:
         each: what becomes of logits, row by row, before the loss.
         sums: the loss is one number.
         size: rows of a piece.
-        trains: gradients are wanted.
     """
 
     dtype: torch.dtype

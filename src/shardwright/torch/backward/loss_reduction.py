@@ -43,7 +43,6 @@ class LossForm:
     Attributes:
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it, or a term of it, is neither or unknown: what the loss does.
-        divisor: the number that a sum is divided by.
         of_data: a statistic of the batch's data that it is computed with.
         is_clamped: a count that it may be divided by is kept above a number.
         is_certain: no operation stands behind it of which a trace knows the shapes alone: ``loss[mask]``.
@@ -104,7 +103,6 @@ class Shadows:
         self._of: dict[int, tuple[Any, Tensor]] = {}  # with what has the shadow, which must not go away
 
     def begin(self, made: Iterable[Any]) -> None:
-        """Gives shadows to what the model has made."""
         with torch.inference_mode(False):
             for item in made:
                 if isinstance(item, Tensor) and item.is_floating_point() and item.grad_fn is None:
@@ -149,11 +147,7 @@ class Shadows:
 
 
 class WatchedEvaluation(TorchFunctionMode):
-    """Follows a step function that runs as it is, on one rank, with shadows.
-
-    Attributes:
-        shadows: of what the model has made so far.
-    """
+    """Follows a step function that runs as it is, on one rank, with shadows."""
 
     def __init__(self) -> None:
         super().__init__()

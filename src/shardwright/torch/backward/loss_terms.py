@@ -35,10 +35,8 @@ class Term:
     """A value of the batch.
 
     Attributes:
-        reduction: of what it is made of.
         count: gives how much counts in it; for a weighted mean.
         is_fixed: it is a value of parameters alone, the same in each microbatch.
-        divisor: the number that a sum is divided by.
     """
 
     reduction: Reduction

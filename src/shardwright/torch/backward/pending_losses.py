@@ -32,11 +32,9 @@ class Logits:
 
     Attributes:
         x: (*, H).
-        dtype: in which the head computes.
         each: what becomes of them, row by row.
         channels: they have the shape (N, V, *), and not (*, V).
         given: what must not change before they are computed, and its version as the head was called.
-        trains: gradients are recorded, as they were when the head was called.
         are_whole: not empty once somebody has them whole, who may change them: then all who share their
             memory have.
         in_pieces: not empty once a loss has computed them so.

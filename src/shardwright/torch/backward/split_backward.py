@@ -62,18 +62,12 @@ def notify_gradients(listener: Callable[[Tensor], None] | None) -> None:
 
 
 def allow_split(allowed: bool) -> None:
-    """Says whether the backward of what runs from now on may be split.
-
-    Allowing for it takes some 20 to 100 us a module, and most backwards of a schedule stay whole.
-    """
+    """Says whether the backward of what runs from now on may be split."""
     _PutOff.allowed = allowed
 
 
 def count_uses(uses: dict[int, int] | None) -> None:
-    """Counts in this dictionary how often each parameter is used from now on: by id of the parameter.
-
-    A gradient is complete when as many contributions have come as there were uses in the microbatch.
-    """
+    """Counts in this dictionary how often each parameter is used from now on: by id of the parameter."""
     _PutOff.uses = uses
 
 

@@ -169,7 +169,6 @@ def waiting_head(module: nn.Module, num_rows: int) -> "nn.Linear | None":
 
 
 def wait_like(head: nn.Linear, other: nn.Linear) -> None:
-    """Marks a head as another one is."""
     own: _WaitingForward = other.__dict__["forward"]
     head.__dict__["forward"] = own.of(head)
 

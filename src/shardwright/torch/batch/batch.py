@@ -63,7 +63,6 @@ class Batch:
 
     @property
     def structure(self) -> Structure:
-        """The tree that holds the leaves."""
         return self._flat[1]
 
     @cached_property
@@ -111,18 +110,15 @@ class Batch:
         ]
 
     def with_arguments(self, arguments: Arguments) -> Self:
-        """Other arguments, which are cut as these are."""
         return type(self)(arguments, self._splitter)
 
     def with_leaves(self, leaves: Sequence[Any]) -> Self:
-        """The same arguments with other leaves."""
         args, kwargs = self.structure.rebuild(leaves)
         made = self.with_arguments((args, kwargs))
         made._flat = list(leaves), self.structure
         return made
 
     def to(self, device: torch.device) -> Self:
-        """With its tensors on a device."""
         if device.type == "cpu":
             return self
         return self.with_leaves(
@@ -175,11 +171,7 @@ class Batch:
 
 
 class BatchGradients:
-    """The tensors of one batch that require gradients.
-
-    Attributes:
-        batch: the same one, with leaves in place of the tensors that require gradients.
-    """
+    """The tensors of one batch that require gradients."""
 
     def __init__(self, own: Batch, agreed: Batch):
         self.batch = agreed

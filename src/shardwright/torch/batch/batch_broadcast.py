@@ -60,10 +60,7 @@ Outline = tuple[Any, ...]
 
 
 def outline(leaves: Sequence[Leaf], structure: Structure) -> Outline | None:
-    """Equal ones have equal headers; None where that is not known without writing it.
-
-    It takes a third of the time: most batches are described as the one before.
-    """
+    """Equal ones have equal headers; None where that is not known without writing it."""
     shape = _outline_of(structure)
     values = [type(leaf.value) for leaf in leaves]
     if shape is None or not _COMPARABLE.issuperset(values):
@@ -82,7 +79,6 @@ def _outline_of(structure: Structure) -> Outline | None:
 
 
 def written_header(leaves: Sequence[Leaf], structure: Structure, seal: Seal | None) -> bytes:
-    """The header of a batch."""
     content = [[_plain_leaf(leaf) for leaf in leaves], _plain_tree(structure, seal)]
     data = encode(content, other=lambda thing: _bytes_of(thing, seal))
     return data if seal is None else seal.sealed(PLACE, data)

@@ -43,7 +43,6 @@ class Splitter(StepParameters):
     cut themselves; anything else goes to every microbatch whole.
 
     Attributes:
-        non_split: names of arguments that every microbatch gets whole.
         axes: name -> axis along which it is cut.
         lists: names of lists with an item for each sample.
         in_one: the batch is one microbatch, whatever the plan says.
@@ -57,7 +56,6 @@ class Splitter(StepParameters):
     pointed_out: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
-        """The arguments under the names of the parameters that take them."""
         trees = [(self.name_of(position), tree) for position, tree in enumerate(args)] + [*kwargs.items()]
         return [Argument(name, tree, *flatten(tree, cuts_itself)) for name, tree in trees]
 
@@ -99,7 +97,6 @@ class Splitter(StepParameters):
         ]
 
     def cuts(self, name: str, leaf: Any) -> bool:
-        """Whether a leaf of an argument is a tensor that is cut."""
         return name not in self.non_split and is_batch_tensor(leaf) and leaf.dim() > self._axis(name)
 
     def cuts_alike(self, arguments: Sequence[Argument]) -> bool:

@@ -44,7 +44,6 @@ class BatchResult(BatchRecord):
     """One batch.
 
     Attributes:
-        results: what the step function returned, by microbatch.
         losses: what was given to ``backward``, by microbatch; None for an evaluation, and in it for a
             microbatch without a loss.
         loss_places: among the leaves of each result, where it has the loss.
@@ -89,11 +88,7 @@ Figures = Callable[[Row | None], Sequence[float]]
 
 
 class StepEngine(Protocol):
-    """Runs a step function on the microbatches of a batch.
-
-    Attributes:
-        reduced: ids of the parameters whose gradients are reduced.
-    """
+    """Runs a step function on the microbatches of a batch."""
 
     @property
     def reduced(self) -> set[int]: ...

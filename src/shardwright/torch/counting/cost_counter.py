@@ -70,12 +70,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is active; enter it inside the fake mode, so that it sees operations first.
 
     Attributes:
-        flops: floating-point operations; a multiply-add counts as two.
-        work: what operations compute and move, in detail.
         saved_bytes: bytes of distinct storages that autograd keeps, parameters not counted.
         draws: operations that took random numbers in the row of a plain loop, in order.
-        random: random numbers were drawn, in the row or not.
-        parameters: names of the parameters and buffers that were read.
         written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
         views: memory of a fake tensor -> that of the real tensor of which it is a view.
         written_again: which of that memory ``torch.utils.checkpoint`` writes to again, in the backward.
@@ -90,7 +86,6 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def active() -> "CostCounter | None":
-        """The innermost counter that is active, if any."""
         return CostCounter._active[-1] if CostCounter._active else None
 
     @staticmethod
@@ -128,12 +123,10 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._saved.pop(key, None)
 
     def saves(self, storage: int) -> bool:
-        """Whether autograd keeps this storage."""
         return storage in self._saved
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept for the backward."""
         return sum(self._saved.values())
 
     def __enter__(self) -> "CostCounter":
@@ -288,10 +281,7 @@ _READING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_ou
 
 
 def class_key(module: nn.Module) -> str:
-    """A hash that is equal for modules that do the same work.
-
-    Same classes with the same code, parameters of the same shapes and types, same plain attributes.
-    """
+    """A hash that is equal for modules that do the same work."""
     rows: list[Any] = []
     for name, sub in module.named_modules():
         own = [

@@ -131,7 +131,6 @@ class TracedDraws:
 
     @property
     def generators(self) -> Collection[torch.Generator]:
-        """Those of the script's own."""
         return [generator for generator, _ in self._own.values()]
 
     def follow(self, items: Iterable[Any]) -> None:
@@ -202,7 +201,6 @@ class TracedDraws:
         self._others_left[generator_key(own)] = _content(own.get_state()), self._node
 
     def before_step(self, num_nodes: int, *, free: bool = False) -> None:
-        """To be called before every step."""
         self._node = None if free else num_nodes
         if self.in_row:
             self._nodes_when_set = None
@@ -210,7 +208,6 @@ class TracedDraws:
             self._nodes_when_set = num_nodes
 
     def after_step(self, num_nodes: int, *, draws: bool, free: bool) -> None:
-        """To be called after every step."""
         since = self._nodes_when_set
         elsewhere = since is not None and draws and not (free and num_nodes == since)
         sets = since is None and not free and not self.in_row

@@ -29,9 +29,6 @@ class TrainedModel(Protocol):
     """The wrapped model: see `DistributedModel`.
 
     Attributes:
-        average_grads_across_microbatches: whether a microbatch counts as much as its share of the batch.
-        tree: its modules and parameters, as they are now.
-        scaling: of losses; None without.
         labels_a_sample: about how many labels of a sample count, a power of two; alike on all ranks, 0 as
             long as no replicas need it.
     """

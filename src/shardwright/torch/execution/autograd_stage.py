@@ -30,7 +30,6 @@ class AutogradStage:
     """See `shardwright.runtime.action_loop.Stage`.
 
     Attributes:
-        messages: where other ranks' tensors come in.
         split: the microbatches whose backward is split in two.
         losses: how much the loss of each microbatch counts.
         on_backward: called when a backward of the stage begins and when it has ended: see
@@ -56,7 +55,6 @@ class AutogradStage:
         running.forward(self.number)
 
     def backward(self, microbatch: int, *, is_last: bool) -> None:
-        """Runs autograd from what the stage sent, and the loss."""
         running = self.microbatches[microbatch]
         self._prepare(microbatch)
         roots, gradients = self._roots(running)
@@ -132,10 +130,7 @@ class AutogradStage:
         return running.running_again(self.number) if recomputes else nullcontext()
 
     def _roots(self, running: Microbatch) -> tuple[list[Tensor], list[Tensor]]:
-        """The roots of the backward: the tensors that this stage sent, with their gradients, and the loss.
-
-        A microbatch without a backward takes gradients in, and starts from nothing.
-        """
+        """The roots of the backward: the tensors that this stage sent, with their gradients, and the loss."""
         program = running.program
         trains = running.come_to_backward()
         gradients = self._gradients_of_sent(running)

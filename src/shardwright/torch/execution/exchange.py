@@ -33,7 +33,6 @@ class Returned:
         result: with deferred tensors where another rank has the value.
         values: (position among its leaves, value) of what only one rank has.
         loss_at: position of what was given to ``backward``; None if that was not returned.
-        trains: it has called ``backward``.
         behind_end: it went on behind the end of its program.
         loss: what was given to ``backward`` and not returned, on the rank that has it.
     """
@@ -51,7 +50,6 @@ class Told(NamedTuple):
 
     Attributes:
         small: the small outputs of all: (ranks, bytes) uint8 on the CPU.
-        figures: for the end of the step; None without.
     """
 
     small: Tensor
@@ -149,7 +147,6 @@ class Outputs:
         return sum(self._spec(place).num_bytes for place in places)
 
     def _payload(self, places: Sequence[tuple[int, int, int]]) -> Tensor:
-        """What this rank has made, as bytes."""
         return torch.cat([bytes_of(self._flat[m][0][position]) for m, position, _ in places])
 
     def _pieces(self, payload: Tensor, places: Sequence[tuple[int, int, int]]) -> Sequence[Tensor]:
@@ -176,10 +173,7 @@ def _losses_in(each: Returned, program: Program) -> tuple[int, ...]:
 
 
 def _with_loss(each: Returned, program: Program) -> Returned:
-    """The result and the loss behind it: who returns a loss, and gives its backward a part of it, has both.
-
-    A loss of many numbers is none to report, and stays where it is.
-    """
+    """The result, and behind it the loss, of which a script may give its backward a part."""
     graph = program.trace.graph
     paired = replace(each, result=(each.result, each.loss))
     if each.loss_at is not None or each.behind_end or not each.trains or graph.loss is None:

@@ -61,8 +61,6 @@ class BatchKind:
     """What all batches have in common whose microbatches are run by the same programs: worked out once.
 
     Attributes:
-        trains: one of them has a backward.
-        edges: transfers between stages, with bytes.
         state: changed buffers of the model -> rank that has them.
         draws, python_draws: random numbers are drawn; Python's are.
         has_attributes: attributes that are read between units change in a step.
@@ -92,9 +90,7 @@ class RankBatch:
     """One batch, as one pipeline rank runs it.
 
     Attributes:
-        common: what is known of their programs.
         board: where ranks put up values that a `ReadingStep` reads.
-        losses: how much the loss of each microbatch counts.
         buffers: those of the model that the step function changes between modules; None without any.
         watch_memory: look after each action how much is in use.
     """
@@ -110,7 +106,6 @@ class RankBatch:
 
     @property
     def programs(self) -> Sequence[Program]:
-        """Of each microbatch."""
         return self.common.programs
 
 
@@ -130,7 +125,6 @@ class TensorChannels:
         return receipt if crossing.order is None else _Reordered(receipt, crossing.order)
 
     def send(self, tensor: Tensor, crossing: Crossing, target: int) -> None:
-        """Starts sending a tensor to a rank."""
         self._transport.send(in_memory_order(tensor, crossing.order), target)
 
 
@@ -239,7 +233,6 @@ class Executor:
     def _stages(
         self, batch: RankBatch, microbatches: Sequence[Microbatch], messages: Messages
     ) -> dict[int, AutogradStage]:
-        """The stages of this rank, for this batch."""
         row = batch.common.schedule.actions[batch.rank]
         split = {(a.stage, a.microbatch) for a in row if a.kind is Kind.BACKWARD_INPUT}
         return {
@@ -257,7 +250,6 @@ class Executor:
         }
 
     def _offload(self, batch: RankBatch, microbatches: Sequence[Microbatch]) -> None:
-        """Prepares what the schedule offloads."""
         self._offloading.begin_batch()
         row = batch.common.schedule.actions[batch.rank]
         offloads = [action for action in row if action.kind is Kind.OFFLOAD]

@@ -332,7 +332,6 @@ class WeighedGradients:
             self._earlier.leave()
 
     def divide(self, function: Any, weights: Weights, total: float) -> None:
-        """Divides."""
         function.weighs_labels = weights.is_weighted
         if weights.is_weighted and total:
             self._model.labels_a_sample *= 2.0 ** round(log2(total))

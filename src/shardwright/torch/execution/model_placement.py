@@ -53,12 +53,9 @@ class PlacedModel:
     """A model whose units have been placed on the ranks of a pipeline.
 
     Attributes:
-        residency: the ranks and stages of each parameter.
-        schedules: the order of work for each kind of batch.
         reducer: sums gradients; None where no other rank has a parameter of this one, or a part of it.
         tensor_group: the ranks that share its layers; None where each rank has whole ones.
         several_stages: parameters of this rank that several stages use, by name.
-        parameters: ids of all parameters; None for a single rank.
         sums_nothing: no rank of the run has a trained parameter, or a part of it, that another has: gradients
             are done when the microbatches are.
     """
@@ -85,7 +82,6 @@ class PlacedModel:
 
 
 def parameter_ids(modules: Sequence[nn.Module]) -> frozenset[int]:
-    """Ids of all parameters of the modules of a model."""
     return frozenset([id(p) for sub in modules for p in sub._parameters.values() if p is not None])
 
 
@@ -185,10 +181,7 @@ class ModelPlacement:
                 raise UsageError(f"rank {rank}: {each}")
 
     def _find_units(self, plan: Plan) -> set[int]:
-        """Finds the units of a plan in the model; gives ids of those in modules that recompute themselves.
-
-        Before the trace, in which a module around several units must not recompute itself.
-        """
+        """Finds the units of a plan in the model; gives ids of those in modules that recompute themselves."""
         module, names = self._model.get_module(), plan.unit_names
         refuse_unknown_units(module, names)
         units = self._programs.set_units(names)
@@ -294,7 +287,6 @@ class _Held(NamedTuple):
     """The parameters that this rank has kept.
 
     Attributes:
-        divided: names of those of which it has a part.
         reducer: sums their gradients with those of other ranks; None where no other rank has one of them.
         is_unchanged: no values came from other ranks, or from the user's functions.
     """
@@ -321,7 +313,6 @@ def _tensor_group(context: Context, mesh: MeshPlan, plan: TensorPlan) -> TensorG
 
 
 def _first_named(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by their first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 

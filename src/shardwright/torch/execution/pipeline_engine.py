@@ -274,7 +274,6 @@ class PipelineEngine:
         return outputs, train, told
 
     def _compute(self, executor: Executor, batch: RankBatch) -> list[Returned]:
-        """Computes all microbatches."""
         # Where nothing was read in the traces, no module is watched for it.
         ends = batch.common.ends
         own = getattr(batch.function, "has_forward", False)

@@ -41,7 +41,6 @@ class KnownTrace:
         self._signature = signature_of(part)
 
     def holds_for(self, part: Batch) -> bool:
-        """Whether the trace serves a microbatch."""
         return self._signature == signature_of(part) and self.trace.holds_for(part)
 
 
@@ -93,7 +92,6 @@ class ProgramMaker:
         divided: frozenset[str],
         group: TensorGroup | None = None,
     ) -> None:
-        """Takes the placement of the units."""
         self._group = group
         self._residency = residency
         self._kept = kept
@@ -163,7 +161,6 @@ class ProgramMaker:
         *,
         together: bool = False,
     ) -> Program:
-        """The program of one microbatch."""
         circumstances = self._circumstances
         found = self._cache.find(part, circumstances)
         if self._on_any(found is None, together):
@@ -239,7 +236,6 @@ class ProgramMaker:
         return trace, numbers if self._on_all(same and numbers is not None, together) else None
 
     def _built(self, trace: Trace, assignment: Assignment | None) -> Program:
-        """The program of this rank."""
         plan, residency = self._context.plan, self._residency
         assert plan is not None
         assert residency is not None

@@ -80,7 +80,6 @@ class SingleEngine:
             self._share(context.groups.data)
 
     def run(self, function: Callable[..., Any], batch: Batch, figures: Figures | None = None) -> BatchResult:
-        """Runs the microbatches one after the other."""
         with self._norms.in_force():
             return self._run(function, batch)
 
@@ -320,7 +319,6 @@ class _Loop:
     memory: list[int] = field(default_factory=list)
 
     def microbatch_done(self, result: Any, handler: PlainMicrobatch, *, begun_s: float) -> None:
-        """Adds the results of a microbatch."""
         index = len(self.results)
         self.results.append(result)
         self.all_losses.append(handler.loss)

@@ -131,7 +131,6 @@ class BackwardWatch:
 
 
 def refuse_backward_outside() -> None:
-    """Refuses a backward outside of steps."""
     raise UsageError(
         f"{user_line()}: loss.backward() is outside of a step, where replicas do not sum their gradients and "
         "would come apart. Call the model and model.backward(loss) inside a function decorated with @sw.step."
@@ -230,7 +229,6 @@ def refuse_no_tensor(loss: Any) -> None:
 
 
 def refuse_second_backward(already: bool) -> None:
-    """Refuses a second backward in one step function."""
     if already:
         raise UsageError(
             f"{user_line()}: backward is called a second time in one step function. Add the losses and call "
@@ -250,7 +248,6 @@ def refuse_untrained(trained: bool) -> None:
 
 
 def refuse_several_numbers(loss: Tensor, gradient: Tensor | None) -> None:
-    """Refuses a loss of several numbers whose gradient is not given."""
     if gradient is None and loss.numel() != 1:
         raise UsageError(
             f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for example "

@@ -100,7 +100,6 @@ class Coroutine:
 
     @property
     def finished(self) -> bool:
-        """Whether the function has returned."""
         return bool(self._greenlet.dead)
 
     def _run(self) -> None:

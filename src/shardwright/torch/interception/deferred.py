@@ -27,9 +27,6 @@ class DeferredTensor(torch.Tensor):
     Inside a step function every operation on it is looked up in the program of this rank (see `glue.py`):
     it is done here on real data, or it is another rank's business and gives another deferred tensor.
     Outside, it can be asked for its shape, dtype and device, and nothing else.
-
-    Attributes:
-        value: index of the value in the traced graph.
     """
 
     value: int

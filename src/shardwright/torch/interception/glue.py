@@ -58,10 +58,7 @@ class Handler(Protocol):
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called for every unit; forward hooks run before and after, the handler calls it without them.
-
-        Interception is in force: what computes needs `plain_torch`.
-        """
+        """Called for every unit; forward hooks run before and after, the handler calls it without them."""
         ...
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None: ...
@@ -106,7 +103,6 @@ def batch_running() -> Iterator[None]:
 
 
 def batch_is_running() -> bool:
-    """Whether microbatches are computed."""
     return _Active.batch_runs
 
 
@@ -357,7 +353,6 @@ def has_units_inside(module: nn.Module) -> bool:
 
 
 def restore_calls(module: nn.Module) -> None:
-    """Takes back `intercept_calls`."""
     _UNITS.discard(module)
     if isinstance(module, UnitCall):
         module.__class__ = type(module)._user_class

@@ -77,8 +77,6 @@ class _InsideUnits:
 
 
 def _padded(plain: Any) -> Any:
-    """The forward of an encoder."""
-
     def forward(
         self: nn.TransformerEncoder,
         src: Tensor,
@@ -144,8 +142,6 @@ def _saved_in_turn(original: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _called(original: Any) -> Any:
-    """The call of a scripted function."""
-
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         handler = active_handler()
         if handler is None or not handler.intercepts:

@@ -153,7 +153,6 @@ def found_in(unit: nn.Module, is_value: Callable[[Any], bool]) -> dict[str, Tens
 
 
 def found_places(unit: nn.Module, paths: Iterable[str]) -> tuple[FoundPlace, ...]:
-    """The places of the attributes with these paths."""
     return tuple(_place(unit, path) for path in paths)
 
 

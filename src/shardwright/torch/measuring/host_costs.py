@@ -80,11 +80,7 @@ def fitted(toys: Mapping[Toy, float]) -> HostCosts:
 
 
 def with_host_costs(run: Context, cluster: Cluster) -> Cluster:
-    """The machines with what the library takes on them; collective over all ranks.
-
-    It stays what is usual where nothing is to be measured, where ranks share layers, and on GPUs, which
-    compute while the host does the library's work.
-    """
+    """The machines with what the library takes on them; collective over all ranks."""
     if run.config.profile == "estimated" or run.device.type != "cpu" or run.mesh.share > 1:
         return cluster
     whole = not run.mesh.spreads_model
@@ -228,7 +224,6 @@ class _Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, device=device) for _ in range(units))
 
     def forward(self, x: Tensor, behind_each: int) -> Tensor:
-        """Calls them all."""
         for layer in self.layers:
             x = layer(x)
             for _ in range(behind_each):

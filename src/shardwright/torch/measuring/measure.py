@@ -95,8 +95,6 @@ def measure_class(
     share_cores: bool = False,
     others_bytes: int = _MOST_OTHERS_BYTES,
 ) -> Timing:
-    """Times one cost class."""
-
     def measured() -> Timing:
         with over_replicas(sends=False):
             return _measured(sample, device=device, share_cores=share_cores, others_bytes=others_bytes)
@@ -212,13 +210,11 @@ class TimesParts:
     """A `PartTimer` that runs both in turns on one rank: only how they compare is asked for.
 
     Attributes:
-        share_cores: processes take turns on the cores.
         operation_s: what an operation on divided tensors takes beyond its own time.
         samples: of calls, by cost class: with autocast, and with the hooks that change something. Others do
             not see that units are run.
         generators: the script's own, from which units draw: they stay as they are.
         budget_s: seconds that the parts of one way to divide the model may take.
-        remembered: what earlier runs have found, by part.
         found: what was timed now, by part: its seconds for each second of the whole unit.
     """
 
@@ -234,7 +230,6 @@ class TimesParts:
     left_s: float = inf
 
     def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
-        """See `PartTimer`."""
         module = part.unit.module
         if not is_small(module):
             return None  # there must be room for two copies
@@ -313,7 +308,6 @@ class TimesParts:
 
 
 def _seconds_of_step(step: RankStep, clock: Clock) -> tuple[float, float]:
-    """Of forward and backward."""
     moments: list[float] = []
     step.run(lambda: moments.append(clock.now()))
     step.module.zero_grad()

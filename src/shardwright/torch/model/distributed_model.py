@@ -387,7 +387,6 @@ class DistributedModel(SpreadModule):
 
 
 def wrapped_model() -> DistributedModel | None:
-    """The model of the present run; None before one is wrapped."""
     model = context().model if is_initialized() else None
     assert model is None or isinstance(model, DistributedModel)
     return model

@@ -74,11 +74,7 @@ def _instead(given: Any) -> str:
 
 
 class SpreadModule(nn.Module):
-    """Tells which ranks hold the parts of a module.
-
-    Attributes:
-        tree: the modules and parameters of the module.
-    """
+    """Tells which ranks hold the parts of a module."""
 
     def __init__(self, module: nn.Module, replicas: Replicas):
         super().__init__()
@@ -136,7 +132,6 @@ class SpreadModule(nn.Module):
         return self
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The module of a name as `named_modules` gives it."""
         return self.get_module().get_submodule(target)
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -269,7 +264,6 @@ class ModelState:
             return gather_state(state, self._module, self._residency, context())
 
     def _gathered(self, residency: Residency, *, keep_vars: bool) -> dict[str, Any]:
-        """The state of all stages."""
         with self._of_this_rank(), first_cause_named(context()):
             state = self._module.state_dict(keep_vars=keep_vars)
             return gather_state(state, self._module, residency, context())

@@ -60,10 +60,7 @@ class CallOutside:
         self._broadcast: BatchBroadcast | None = None
 
     def agreed(self, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Arguments:
-        """The arguments of the replica's first rank, for a model that every rank still has as a whole.
-
-        The script has it where it likes, until the first step: on `device`.
-        """
+        """The arguments of the replica's first rank, for a model that every rank still has as a whole."""
         current = context()
         with first_cause_named(current):
             meet("a call of the model", ranks_with_the_model())
@@ -137,7 +134,6 @@ class Steps:
         self.outside = BackwardWatch(refuse_backward_outside)
 
     def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
-        """Runs a step function on a batch."""
         try:
             return self._run(function, batch)
         except PeerLostError as error:

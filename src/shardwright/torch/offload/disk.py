@@ -157,7 +157,6 @@ class DiskTier:
         self._free: dict[int, list[_Place]] = {}
 
     def reserve(self, num_bytes: int) -> None:
-        """Has the disk give room for so many bytes."""
         self._grow(num_bytes)
 
     def write(self, memory: Tensor) -> tuple[_Place, _DiskCopy]:

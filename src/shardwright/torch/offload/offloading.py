@@ -51,7 +51,6 @@ class Offloading:
             self._ready_tier().reserve(num_bytes)
 
     def begin_batch(self) -> None:
-        """Forgets the batch before."""
         self.end_batch()
         self._stages.clear()
 
@@ -78,10 +77,7 @@ class Offloading:
             stage.end()
 
     def copies(self) -> list[tuple[Action, float, float]]:
-        """The copies of this batch with their begin and end, on `time.perf_counter`.
-
-        They are made one by one; those in a row for one stage and microbatch are shown as one.
-        """
+        """The copies of this batch with their begin and end, on `time.perf_counter`."""
         made = [
             (Action(kind, stage, microbatch), *copy.seconds())
             for (stage, microbatch), each in self._stages.items()
@@ -94,7 +90,6 @@ class Offloading:
         return found
 
     def close(self) -> None:
-        """Gives the tier back."""
         self.begin_batch()
         if self._tier is not None:
             self._tier.close()

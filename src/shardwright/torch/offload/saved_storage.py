@@ -242,15 +242,11 @@ class SavedStorage:
         return SavedView(self, layout, *known)
 
     def has_same(self, tensor: Tensor) -> bool:
-        """Whether a tensor that lies in it is one that it has kept, unchanged since.
-
-        Only then are its bytes those that have been copied.
-        """
+        """Whether a tensor that lies in it is one that it has kept, unchanged since."""
         ghost, version = self._ghosts.get(_layout_of(tensor), (None, -1))
         return ghost is not None and ghost._version == version == tensor._version
 
     def write(self, tier: Tier) -> None:
-        """Starts to copy it to the tier."""
         assert self._memory is not None
         self._tier = tier
         self._place, self._write = tier.write(self._memory)

@@ -77,7 +77,6 @@ class _Unsettled:
             self._packed = KeptTensor(tensor, version=self._version)
 
     def get(self, unpack: Callable[["SavedView | KeptTensor"], Tensor]) -> Tensor:
-        """The tensor, for the backward."""
         if self._packed is not None:
             return unpack(self._packed)
         assert self._tensor is not None
@@ -112,7 +111,6 @@ class StageOffload:
 
     Attributes:
         waited_s: seconds for which forwards and backwards have waited for copies.
-        moved: the copies to the tier and back.
     """
 
     def __init__(

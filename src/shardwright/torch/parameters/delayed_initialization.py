@@ -82,10 +82,7 @@ def cast_recorded(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def copy_recorded(tensor: Tensor) -> Tensor | None:
-    """A tensor in memory of its own, with the same values to come; None where nothing is written down.
-
-    A view of a tensor on the meta device waits for its values, too, but is as long as what it looks at.
-    """
+    """A tensor in memory of its own, with the same values to come; None where nothing is written down."""
     recording = _recording_of(tensor)
     return None if recording is None else recording.copy(tensor.detach())
 

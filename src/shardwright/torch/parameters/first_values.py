@@ -60,11 +60,7 @@ def initialise_container(module: nn.Module, above: Sequence[nn.Module]) -> None:
 
 
 def children_first(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """Every module with its name and the modules that it is in, itself included, innermost first.
-
-    Children come before what they are in. That is the order of `nn.Module.apply`, by which models give values
-    to their parts.
-    """
+    """Every module with its name and the modules that it is in, itself included, innermost first."""
     found: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = []
     seen: set[int] = set()
 
@@ -91,11 +87,7 @@ def _takes_a_module(method: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A module with tensors that nothing fills.
-
-    Attributes:
-        name: where it is in the model.
-    """
+    """A module with tensors that nothing fills."""
 
     name: str
     class_name: str
@@ -106,10 +98,7 @@ class Unknown:
 
 
 def unknown_values(model: nn.Module) -> list[Unknown]:
-    """Modules with meta tensors (parameters, buffers, plain attributes) that keep no values when filled.
-
-    A module whose code cannot run without data is passed over: it is seen when it gets its memory.
-    """
+    """Modules with meta tensors (parameters, buffers, plain attributes) that keep no values when filled."""
     found = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, module, above in children_first(model):

@@ -203,10 +203,7 @@ def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Con
 
 
 def _merged(orders: list[list[str]]) -> list[str]:
-    """All names in the order of a plain model: what others have made in a forward comes last on a rank.
-
-    Each goes behind the one that it follows on a rank that has it.
-    """
+    """All names in the order of a plain model: what others have made in a forward comes last on a rank."""
     names: list[str] = []
     for order in orders:
         if order == names:

@@ -125,13 +125,11 @@ class InitializationRecording(TorchDispatchMode):  # type: ignore[no-untyped-cal
         return key in self._memories
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Writes down that a tensor is cast."""
         given = {"dtype": dtype}
         cast: Tensor = self._keep(torch.ops.aten._to_copy.default, (tensor,), given, given)
         return cast
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Writes down that a tensor is copied."""
         given = {"memory_format": torch.contiguous_format}
         copied: Tensor = self._keep(torch.ops.aten.clone.default, (tensor,), given, given)
         return copied

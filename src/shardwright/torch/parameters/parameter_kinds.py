@@ -65,12 +65,10 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The type of a parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Sets the type of a parameter's gradient."""
     if gradient_dtype(parameter) is not dtype:
         parameter.grad_dtype = dtype
 
@@ -211,16 +209,12 @@ class _WatchedParameters(dict[str, Any]):
 
 
 def watch_parameters(module: nn.Module, to_come: dict[int, Any], arrive: Arrive) -> None:
-    """Has a module wait for its parameters."""
     if module._parameters:
         module.__dict__["_parameters"] = _WatchedParameters(module._parameters, to_come, arrive)
 
 
 def move_to(model: nn.Module, device: torch.device) -> None:
-    """Moves the parameters and buffers whose values this rank has; the script's references to them hold.
-
-    `nn.Module.to` would touch those of other ranks, and make new buffers.
-    """
+    """Moves the parameters and buffers whose values this rank has; the script's references to them hold."""
     moved = set()
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if tensor.is_meta or hasattr(tensor, RELEASED) or tensor.device == device:

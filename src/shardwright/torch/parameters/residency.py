@@ -264,7 +264,6 @@ class Residency:
         return all(stages.issuperset(other.stages.get(name, ())) for stages, name in known)
 
     def held_by(self, rank: int) -> list[str]:
-        """Names that a pipeline rank holds."""
         return [name for name, ranks in self.ranks.items() if rank in ranks]
 
     def shared(self) -> dict[str, tuple[int, ...]]:
@@ -281,10 +280,7 @@ def release_remote(
     world_ranks: Sequence[int],
     device: torch.device,
 ) -> None:
-    """Leaves every parameter and buffer that this rank does not hold without values, and frees its memory.
-
-    They stay the same objects, also in lists and optimizers of the script, and so do its views of them.
-    """
+    """Leaves every parameter and buffer that this rank does not hold without values, and frees its memory."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     given_up = {key: names[key] for key in tensors if rank not in residency.ranks[names[key]]}
     held = {storage_key(tensor) for key, tensor in tensors.items() if key not in given_up}

@@ -85,7 +85,6 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def local(self) -> Tensor:
-        """The rows of this rank."""
         return self.dtensor._local_tensor
 
     def full(self) -> Tensor:
@@ -329,7 +328,6 @@ def _gives_views(func: Any) -> bool:
 
 
 def _own_rows(item: ShardedTensor, whole: Tensor) -> Tensor:
-    """The rows of this rank."""
     mesh, placements = item.dtensor.device_mesh, item.dtensor.placements
     part = whole if item.spec is None else part_as(whole, item.spec)
     replicated = type(item.dtensor).from_local(part, mesh, run_check=False)

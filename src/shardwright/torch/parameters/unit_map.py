@@ -39,7 +39,6 @@ class UnitMap:
 
     @classmethod
     def of(cls, model: nn.Module, unit_names: Sequence[str]) -> "UnitMap":
-        """Looks units up by name."""
         return cls._with(model, {name: model.get_submodule(name) for name in unit_names})
 
     def with_new_tensors(self) -> "UnitMap":

@@ -59,13 +59,9 @@ class Instruction:
 
     Attributes:
         step: of the trace: what is called, and what other ranks return for it.
-        place: on this rank, on another, or on all.
-        flow: where its tensors come from, and which are kept.
-        recompute: drop its activations, and compute them again in the backward.
         divided: ranks share parameters that it uses, or tensors between units; what it gives others is placed
             as these are (see `Boundary`).
         stays: positions in the result of tensors that stay as ranks have them, for operations behind a unit.
-        offload: move what it keeps for the backward out of the memory of the device meanwhile.
         shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
         expects: (position among the leaves of the arguments, value that a stand-in there names, whether there
             must be a stand-in).
@@ -106,7 +102,6 @@ def instructions_of(
     cuts_between: bool,
     tails: Mapping[int, DividedTail],
 ) -> list[Instruction]:
-    """Makes the instructions, one for each step of a trace."""
     divided_nodes, staying = _divided(trace, divided, tails)
     if cuts_between:
         divided_nodes = set(range(len(trace.graph.nodes)))

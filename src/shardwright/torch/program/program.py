@@ -113,12 +113,8 @@ class Program:
 
     Attributes:
         trace: of one of them; without its samples.
-        instructions: one for each step of the trace.
-        rank: the pipeline rank of this program.
-        stages: the stages of this rank, ascending.
         crossings: (source, target) -> values, for all ranks.
         gradients: (target, source) -> values whose gradients go back.
-        flops: of the forward, all stages together.
         read_late: values that steps behind ``backward`` read.
         displaced: values whose tensor is not in the user's variables, as their stand-ins name them.
         state: buffers that the step function changes -> pipeline rank of their home.

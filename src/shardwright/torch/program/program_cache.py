@@ -137,7 +137,6 @@ class ProgramCache:
         self._warned_of_numbers = False
 
     def find_all(self, parts: Sequence[Batch], circumstances: Hashable) -> list[Program | None]:
-        """The programs of the microbatches of a batch; None for those that must be traced."""
         signatures: dict[int, Hashable] = {}
         found = []
         for part in parts:
@@ -148,7 +147,6 @@ class ProgramCache:
         return found
 
     def find(self, part: Batch, circumstances: Hashable, signature: Hashable | None = None) -> Program | None:
-        """The program of a microbatch; None if it must be traced."""
         found = _find(self._entries, (signature or signature_of(part), circumstances), part)
         if found is None and self._general:
             general = signature_of(part, but_numbers=True), circumstances

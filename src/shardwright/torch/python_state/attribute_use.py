@@ -81,7 +81,6 @@ class AttributeUse:
 
     @property
     def last_write(self) -> Access:
-        """The last access by which it has changed."""
         return next((a for a in reversed(self.accesses) if a.writes), self.accesses[-1])
 
 
@@ -108,7 +107,6 @@ class AttributeUses:
             seen.look(self._position(), inside=inside)
 
     def used(self, items: Iterable[Any], *, inside: bool = False) -> None:
-        """Records what an operation is given."""
         for item in items if self._tensors else ():
             for seen, key in self._tensors.get(id(item), ()):
                 seen.from_glue = seen.from_glue or not inside
@@ -116,10 +114,7 @@ class AttributeUses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sees what happens inside; which attributes are written it sees of all modules.
-
-        Attributes of plain objects it sees where their classes let themselves be watched.
-        """
+        """Sees what happens inside; which attributes are written it sees of all modules."""
         watch = ClassWatch(lambda item, key: self._note(item, key, writes=False), self._write)
         try:
             watch.watch(nn.Module, reads=bool(self._slots))
@@ -187,8 +182,6 @@ class _Seen:
 
     Attributes:
         tells: its holder tells when the slot is read or written.
-        initial: what it held at the start.
-        now: what it held at the last look.
         accesses: in order, each with whether it only looks a container up: what for is not seen.
         old_reads: of entries as another microbatch may have left them.
         used: entry of a container -> the first use of a tensor that was there at the start.

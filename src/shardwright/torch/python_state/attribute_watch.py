@@ -112,7 +112,6 @@ class _Identities:
                 self._add(vars(value), objects=False)
 
     def are_same(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether these modules are the same, and hold the same."""
         if len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
             return False
         if list(map(len, self._holders)) != self._sizes:

@@ -44,8 +44,6 @@ class NothingLeftBehind:
     """Puts back, at its end, what the model holds, and takes stand-ins out of what the script holds.
 
     Attributes:
-        of_model: what modules held at the start, and what they held there.
-        generators: of random numbers, that were there at the start.
         stand_ins: those that were in the script's variables at the end: ``losses.append(loss.detach())``.
     """
 
@@ -90,10 +88,7 @@ class NothingLeftBehind:
                     self.of_model.follow_size(item)
 
     def _look_at_script(self) -> None:
-        """Looks at classes of the model, at arguments, at what functions hold, and at files of the model.
-
-        What is in several of them is so looked into deepest.
-        """
+        """Looks at classes of the model, at arguments, at what functions hold, and at files of the model."""
         kinds = dict.fromkeys(kind for module in self._model.modules() for kind in type(module).__mro__)
         ours = dict.fromkeys(kind for kind in kinds if not is_of_a_library(kind))
         files = dict.fromkeys(kind.__module__ for kind in ours)
@@ -117,10 +112,7 @@ class NothingLeftBehind:
         return id(item) in self._seen
 
     def was_there(self, tensor: Tensor) -> bool:
-        """Whether a tensor, or one that shares its memory, was in an attribute or a variable at the start.
-
-        Parameters and buffers are not meant.
-        """
+        """Whether a tensor, or one that shares its memory, was in an attribute or a variable at the start."""
         memory = storage_key(tensor)
         return memory in self._memories and memory not in self._registered
 

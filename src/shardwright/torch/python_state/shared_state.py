@@ -206,7 +206,6 @@ class SharedState:
     # ---- calls of units ----
 
     def enter(self, node: int, unit: nn.Module, arguments: Iterable[Any]) -> None:
-        """A call begins."""
         self._node, self._units[node] = node, unit
         self._before = list(_holders([unit, *arguments]))
         for holder, entries in self._before:
@@ -231,7 +230,6 @@ class SharedState:
             self._copies[id(own)] = own, item, before
 
     def leave(self) -> None:
-        """The call has ended."""
         for holder, key, container in self._slots:
             if entries_of(holder).get(key) is self._watched[id(container)]:
                 put_entry(holder, key, container)

@@ -66,7 +66,6 @@ class ClassWatch:
         return True
 
     def forget(self) -> None:
-        """Leaves the classes as they were."""
         for kind in list(self._own):
             self._put_back(kind)
 
@@ -202,7 +201,6 @@ class SlotContent:
     """The content of one slot of a module, an object or a dictionary at one moment.
 
     Attributes:
-        key: the name of the attribute, or the key.
         inside: the entries of that, if it is a container.
         versions: how often tensors there have been changed in place.
     """
@@ -301,7 +299,6 @@ class Snapshot:
         ]
 
     def put_back(self) -> None:
-        """Has every holder hold what it held."""
         for holder, entries in self._before:
             put_entries(holder, entries)
 

@@ -161,7 +161,6 @@ class WatchedNumber:
         return type(self._value)
 
     def plain(self) -> Any:
-        """The number itself."""
         self._reads.bind(self._place, self._value)
         return self._value
 

@@ -174,10 +174,7 @@ def is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def answer_for_released(func: Callable[..., Any], tensor: Any) -> Any:
-    """Answers where another rank's parameter is, as every rank must see it; None for any other question.
-
-    Code between units makes tensors on ``next(model.parameters()).device``.
-    """
+    """Answers where another rank's parameter is, as every rank must see it; None for any other question."""
     answer = _PLACES.get(func)
     if answer is None or not isinstance(tensor, Tensor):
         return None
@@ -230,14 +227,12 @@ def is_written(argument: Any) -> bool:
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call changes in place."""
     return [
         args[place] if place < len(args) else kwargs.get(name) for place, name in _written_parameters(func)
     ]
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call changes in place."""
     return tensors_in(written_arguments(func, args, kwargs))
 
 

@@ -274,7 +274,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The registries of a module's forward hooks."""
     return (
         module._forward_hooks,
         module._forward_hooks_with_kwargs,

@@ -211,13 +211,11 @@ def _devices() -> tuple[str, ...]:
 
 
 def autocast_state() -> AutocastState:
-    """The autocast state in force."""
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices())
 
 
 @contextmanager
 def autocast_as(state: AutocastState) -> Iterator[None]:
-    """Has a former state in force."""
     with ExitStack() as stack:
         for device, enabled, dtype in state:
             if enabled or torch.is_autocast_enabled(device):

@@ -56,10 +56,7 @@ class Structure:
         ]
 
     def in_plain_containers(self) -> list[bool]:
-        """Of each leaf, whether nothing but tuples, lists and dictionaries is around it.
-
-        Other containers may keep more of a leaf than the leaf itself: what a dataclass has computed of it.
-        """
+        """Of each leaf, whether nothing but tuples, lists and dictionaries is around it."""
         if self.kind == "leaf":
             return [True]
         found = [plain for child in self.children for plain in child.in_plain_containers()]
@@ -120,12 +117,10 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, depth first."""
     return flatten(tree)[0]
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies a function to every leaf."""
     items, structure = flatten(tree)
     return structure.rebuild([function(item) for item in items])
 

@@ -159,7 +159,6 @@ class GroupNumbers:
         return numbers
 
     def _written(self) -> dict[str, Any]:
-        """All numbers, for the others."""
         optimizers = list(self._optimizers())
         used = [
             (place, number)

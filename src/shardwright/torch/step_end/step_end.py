@@ -325,7 +325,6 @@ class StepEnd:
         ]
 
     def _rows(self, run: BatchResult, batch: Batch) -> Sequence[Sequence[float]]:
-        """Those of all ranks."""
         weight = 1.0 if run.weights is None else run.weights.total
         loss = self.finiteness.of_losses(run)
         if run.figures is not None:  # of one replica, whose ranks have the same losses

@@ -276,7 +276,6 @@ class OwnScaling:
 
 
 def _norm(parameters: Iterable[Tensor]) -> float:
-    """The norm of what this rank has of gradients."""
     gradients = [gradient for gradient in map(_gradient, parameters) if gradient is not None]
     return math.hypot(*(float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in gradients))
 

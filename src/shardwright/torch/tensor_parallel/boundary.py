@@ -78,7 +78,6 @@ class Boundary:
         return self._between.cuts
 
     def placement(self, tensor: Tensor) -> Whole | Cut:
-        """Where a tensor is, between units."""
         return self._between.placement(tensor.shape)
 
     def placement_inside(self, target: Whole | Cut, shape: Sequence[int]) -> Whole | Cut:
@@ -100,11 +99,9 @@ class Boundary:
     # ---- with history ----
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """A tensor as it is between units."""
         return self.placed_at(tensor, self.placement(tensor))
 
     def placed_at(self, tensor: Tensor, target: Whole | Cut, *, inside: Whole | Cut | None = None) -> Tensor:
-        """A tensor with this placement."""
         inside = self.placement_inside(target, tensor.shape) if inside is None else inside
         if self.group.inner is not None:
             if _is_placed_twice(tensor, target, inside, 0, self.group):

@@ -56,17 +56,14 @@ class Input:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def cut(self) -> Cut | None:
-        """The placement, if it is a cut."""
         return self.placement if isinstance(self.placement, Cut) else None
 
     @property
@@ -85,12 +82,9 @@ class Call:
     """An operation of PyTorch with its arguments.
 
     Attributes:
-        name: the operator's name, without namespace and overload.
-        group: the ranks that share its tensors.
         inputs: its tensor arguments in order, those in lists included.
         outputs: its results, as tensors without data, in order; None where a result is no tensor. Empty if
             they cannot be known beforehand.
-        written: indices of the inputs that it changes in place.
         arguments: every argument of the schema by its name, with an `Input` for each tensor.
         flops: of the whole operation; None if it is as fast as memory. A rule sets it.
     """
@@ -162,7 +156,6 @@ class Call:
 
     @property
     def num_ranks(self) -> int:
-        """Of the group."""
         return self.group.num_ranks
 
     @property
@@ -205,10 +198,7 @@ class Candidate:
     """One way to run an operation on parts.
 
     Attributes:
-        inputs: the placement that each tensor must have.
-        outputs: the placement that each result has then.
         arguments: scalars that differ for a rank's part, by name: ``arguments(rank)``.
-        compute: runs in place of the operation.
         share: of the operation's work that one rank does.
         exchange_s: seconds of what `compute` exchanges, at least.
         copies: the result of a view has memory of its own (`placing.py`).

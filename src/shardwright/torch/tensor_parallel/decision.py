@@ -266,7 +266,6 @@ class Decision:
         )
 
     def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
-        """The same decision without what it does not need."""
         in_a_list = any(each.type.kind() == "ListType" for each in self.func._schema.returns)
         one_result = len(self._specs or ()) == 1 and not in_a_list  # a split into one piece
         as_they_are = self.candidate.inputs == self._placements and self.candidate.compute is None
@@ -295,7 +294,6 @@ class Composed:
         self._func = func
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs them; all ranks of the group do so."""
         return self._func.decompose(*args, **kwargs)
 
 

@@ -109,7 +109,6 @@ _OWN = tuple(DividedTensor.__annotations__)
 def tensor_group(
     ranks: dist.ProcessGroup | Collectives | None = None, *, prices: Prices | None = None
 ) -> TensorGroup:
-    """The ranks that share tensors."""
     if ranks is None or isinstance(ranks, dist.ProcessGroup):
         ranks = ProcessGroupCollectives(ranks)
     # Here, because few runs divide layers: it brings the rules of all operations along.

@@ -202,14 +202,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class _List:
-    """A list of experts.
-
-    Attributes:
-        name: of the list, in the model.
-        parent: the module that has it; its code calls them.
-        parent_name: of the parent, in the model.
-        experts: by their names in the list.
-    """
+    """A list of experts."""
 
     name: str
     parent: nn.Module

@@ -128,12 +128,10 @@ class Exchange:
     # ---- without history ----
 
     def there(self, own: Tensor) -> Tensor:
-        """See `sent`; a tensor of any type."""
         pieces = [own.index_select(0, rows) for rows in self.rows]
         return self._exchanged(pieces, self.received, own)
 
     def back(self, found: Tensor) -> Tensor:
-        """See `returned`."""
         sent = [len(rows) for rows in self.rows]
         got = self._exchanged(list(torch.split(found, self.received)), sent, found)
         total = found.new_zeros(self.num_own, *found.shape[1:])
@@ -187,7 +185,6 @@ class _OwnExperts(nn.Module):
     """The class of a module of experts has it as its first base: see `run_stacked_experts`."""
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """What the experts make of tokens."""
         all_own = self._parameters.items()
         # Those of an inner group share each expert, as any other layer.
         shared: dict[str, Any] = {
@@ -289,7 +286,6 @@ def run_stacked_experts(model: nn.Module) -> None:
 
 
 def _has_stacked_experts(module: nn.Module, num_ranks: int) -> bool:
-    """Whether a module is one of experts, of which each rank can have some."""
     count = getattr(module, "num_experts", None)
     if not isinstance(count, int) or count < num_ranks or _SKIPS not in vars(module):
         return False

@@ -110,7 +110,6 @@ class _RecentGathers:
             del self._kept[key]
 
     def clear(self) -> None:
-        """Lets go of all."""
         self._kept.clear()
 
 
@@ -163,15 +162,12 @@ class ProcessGroupCollectives:
         self.num_ranks = dist.get_world_size(process_group)
 
     def all_reduce(self, data: Tensor, operation: Literal["sum", "max", "min"]) -> None:
-        """See `Collectives`."""
         dist.all_reduce(data, getattr(dist.ReduceOp, operation.upper()), group=self._group)
 
     def all_gather(self, output: Tensor, data: Tensor) -> None:
-        """See `Collectives`."""
         all_gather_single(output, data, group=self._group)
 
     def all_to_all(self, output: Tensor, data: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        """See `Collectives`."""
         dist.all_to_all_single(output, data, list(receives), list(sends), group=self._group)
 
 
@@ -180,8 +176,6 @@ class Prices:
     """What the choice between placements is made with; the same on all ranks.
 
     Attributes:
-        flops_per_s: of a rank's matrix products.
-        memory_Bps: at which a rank reads and writes elements.
         sums_wait: what is left as a partial sum is most likely the gradient of a whole parameter, whose sum
             is taken once a step in any case.
     """
@@ -214,16 +208,10 @@ class TensorGroup:
     """The ranks of a tensor-parallel group, as one of them sees it.
 
     Attributes:
-        rank: of this process in the group.
-        collectives: how the ranks reach each other.
-        prices: by which an operation's placements are chosen.
         computed_whole: how often an operation had no rule for its divided inputs, so that every rank did it
             all, by its name.
-        decisions: how each operation runs, by operation, tensors and scalars.
-        specs: every description of a divided tensor, once.
         cuts: of embedding tables, by their rows, and of tensors that were sliced, by shape and dimension.
             Their gradients come out cut alike.
-        sums: that were taken of partial sums.
         between: where tensors between units are; None where all are whole. Where they are cut, parameters are
             gathered as a last resort, and sums go to where tensors are cut.
         gathers: the last ones, where tensors between units are cut; None: nothing is kept.
@@ -272,7 +260,6 @@ class TensorGroup:
         self.experts, experts.grid, experts.column = experts, self, column
 
     def of_parameter(self, *, is_of_expert: bool) -> "TensorGroup":
-        """The ranks that have parts of a parameter."""
         return (self.experts if is_of_expert else self.inner) or self
 
     def route_tokens(self) -> None:
@@ -282,13 +269,11 @@ class TensorGroup:
                 each.routes_tokens = True
 
     def shares(self, between: BetweenUnits) -> None:
-        """Says where tensors between units are."""
         if between.cuts:
             self.between = between
             self.gathers = self.gathers or _RecentGathers()
 
     def forget_gathered(self) -> None:
-        """Lets go of what was gathered last."""
         for group in (self, self.inner):
             if group is not None and group.gathers is not None:
                 group.gathers.clear()
@@ -333,10 +318,7 @@ class TensorGroup:
         return self.prices.latency_s + sent / self.prices.bandwidth_Bps
 
     def reduce(self, data: Tensor, operation: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """The sum, maximum or minimum over all ranks; the input may be overwritten.
-
-        Operations whose dimension is cut need it in between: a softmax over a cut vocabulary.
-        """
+        """The sum, maximum or minimum over all ranks; the input may be overwritten."""
         if self.num_ranks == 1:
             return data
         if getattr(data, "_spec", None) is not None:  # a part that other ranks share

@@ -189,7 +189,6 @@ class NestedDecision(Decision):
     """
 
     def __init__(self, call: Call, candidate: Candidate, args: tuple[Any, ...], *, has_rule: bool):
-        """Args: see `Decision`."""
         super().__init__(call, candidate, args, has_rule=has_rule)
         self._operation = call
         self._instead: Decision | None = None
@@ -231,10 +230,7 @@ class NestedDecision(Decision):
         return flat
 
     def _agree(self, flat: list[Any], tensors: list[Tensor]) -> bool:
-        """Whether all ranks of the group have the results, and the tensors afterwards, placed as they must.
-
-        They have made the same decisions so far, so that all of them ask, once for each decision.
-        """
+        """Whether all ranks have the results, and the tensors afterwards, placed as they must; collective."""
         group = self._group
         if not any(isinstance(part_in(each, group), DividedTensor) for each in tensors):
             return True

@@ -44,7 +44,6 @@ _ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.defaul
 
 
 def note_view(view: DividedTensor, base: DividedTensor, func: Any) -> None:
-    """Takes note of a view that an operation has made."""
     if func in _ALIASES and not base._seen and _is_pending(base):
         if base._aliases is None:
             base._aliases = [weakref.ref(base)]

@@ -41,8 +41,6 @@ class Spec:
     A group makes each of them once (`spec_of`), so they are compared, and hashed, by identity.
 
     Attributes:
-        group: the ranks that share the tensor.
-        shape, strides, offset: of the tensor as the script sees it.
         copied: the tensor is a view for the script, but has memory of its own (see `placing.py`).
         apart: of a part that an inner group cuts: stands for how each rank of the outer group has its own
             part cut; 0 where all have them cut alike, or evenly, each by its own length (see `nesting.py`).
@@ -91,7 +89,6 @@ class Spec:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
         return prod(self.shape)
 
     def __repr__(self) -> str:
@@ -99,7 +96,6 @@ class Spec:
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's part."""
     if not isinstance(placement, Cut):
         return tuple(shape)
     dim = placement.dim

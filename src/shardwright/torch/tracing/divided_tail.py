@@ -49,10 +49,7 @@ class DividedTail:
 
 
 def divided_tails(trace: Trace) -> dict[int, DividedTail]:
-    """The tail of each unit that has one, by the node of the unit.
-
-    Whether ranks share the unit does not count here: the results of one that is whole are whole.
-    """
+    """The tail of each unit that has one, by the node of the unit."""
     # Code that reads values, or runs again in the backward, may ask for more than it did in the trace.
     if trace.ends or trace.recomputes:
         return {}
@@ -159,7 +156,6 @@ class TailRun:
             self._arguments[number] = sample, items
 
     def __call__(self, result: Any) -> Sequence[Tensor]:
-        """Runs the operations."""
         unit = next(step for step in self.trace.steps if step.node == self.tail.unit)
         made = _written(unit, result)
         for number in self.tail.steps:

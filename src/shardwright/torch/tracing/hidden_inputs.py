@@ -49,7 +49,6 @@ class HiddenInputs:
 
     @contextmanager
     def of_call(self, node: int, unit: nn.Module, fakes: Sequence[Any]) -> Iterator[None]:
-        """Follows the call of a unit, which is made inside."""
         self._node, self._used = node, set()
         self._given = {id(fake) for fake in fakes if isinstance(fake, Tensor)}
         self._state.enter(node, unit, fakes)
@@ -67,7 +66,6 @@ class HiddenInputs:
     # ---- operations of a call ----
 
     def ran(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
-        """Records an operation of the call."""
         if self._node is not None:
             given = list(tensors_in(arguments))
             self.on_use(given)

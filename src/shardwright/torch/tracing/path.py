@@ -173,7 +173,6 @@ class PathRecorder:
         draws: bool,
         reads: bool,
     ) -> None:
-        """Notes one operation that has run."""
         results = leaves(result)
         changed = {
             _memory(item)

@@ -129,15 +129,11 @@ class Recording:
     """Collects the facts of a trace while the step function runs.
 
     Attributes:
-        values: the values of the graph, and all fake tensors.
-        recorder: the steps, and the nodes of the graph.
-        end: where a `ReadingStep` is left.
         hidden: what units use without having been given it.
         samples: cost class -> arguments of its first call.
         is_counting: a call runs to be counted, and not because the step function makes it.
         num_hooks: hooks that counting has registered, which are none of the step function's.
         python_draws: random numbers of Python and NumPy.
-        path: the free operations, and what Python reads of their results.
         repeated_buffers: buffers that ``torch.utils.checkpoint`` changes a second time.
     """
 
@@ -177,7 +173,6 @@ class Recording:
         )
 
     def random_use(self) -> RandomUse:
-        """Random numbers that the steps do not tell of."""
         return RandomUse(
             python_at=tuple(self.python_draws.places),
             python_in_units=self.python_draws.in_units,

@@ -156,7 +156,6 @@ class Regions:
             self._with_gradients.add(frame)
 
     def together(self, *, trains: bool) -> list[Together]:
-        """The nodes of each call."""
         return [
             Together(
                 tuple(nodes),
@@ -298,7 +297,6 @@ class TracedBuffers:
         return tuple(dict.fromkeys(name for name in found if name is not None))
 
     def together(self, steps: Sequence[Step], nodes: Sequence[Node], watch: BufferWatch) -> list[Together]:
-        """Nodes that read and change one buffer."""
         found = []
         for value, name in self.initial.items():
             memory = self._values.memory_of(value)

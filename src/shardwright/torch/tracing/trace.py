@@ -84,7 +84,6 @@ class _TraceRun:
         self._lent = LentTensors(request.unit_map, recording.values.lend, device=request.device)
 
     def trace(self) -> tuple[Trace, dict[str, bool], list[Slot]]:
-        """Traces the step function."""
         tracer, recording = self._tracer, self._recording
         tracer.before_step = self._look
         recording.hidden.on_use = lambda items: self._use.used(items, inside=True)
@@ -234,7 +233,6 @@ def trace_step(
 def _traced_up_to_its_end(
     request: TraceRequest, function: ReadingStep, agree_on_end: Callable[[float], float] | None
 ) -> Trace:
-    """Traces a step that may read values."""
     # print("loss", loss) has written the first word where the trace ends.
     with (
         nothing_compiled(),

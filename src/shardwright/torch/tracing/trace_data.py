@@ -81,10 +81,7 @@ class Step:
     """One intercepted operation or unit call, in the order of execution.
 
     Attributes:
-        func: the torch function, or the unit's module.
         node: index of its node in the graph; None for free operations.
-        line: where in the user's code.
-        draws: random numbers that it takes.
         looks_at_values: values decide what it does.
         reads: (position among the leaves of the arguments, value) of each value that it reads.
         writes: (position among the leaves of the result, value).
@@ -136,9 +133,7 @@ class Sample:
     """Arguments of one call of a cost class, from which it can be run again to be timed.
 
     Attributes:
-        func: the unit's module, or the torch function.
         leaves: leaves of the arguments; fake tensors in place of real ones.
-        autocast: in force when it was called.
         hooks: knows which hooks of the unit change something.
     """
 
@@ -306,14 +301,10 @@ class TraceRequest:
     """A step function that is to be traced, and how: see `trace_step`.
 
     Attributes:
-        arguments: its (args, kwargs).
-        hooks: knows which hooks of modules change something.
-        numbers: watches the numbers among the arguments.
         ends_at: see `EndFinder`.
         units_may_change: modules that raise `DeferredReadError` are kept whole, and another trace is tried.
         memory: cost class -> temporary memory; what is not there is counted and added. None: it is not
             counted.
-        on_unit: called with each call of a unit.
     """
 
     unit_map: UnitMap

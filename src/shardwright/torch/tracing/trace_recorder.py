@@ -90,8 +90,6 @@ class TraceRecorder:
 
     Attributes:
         batch_memory: memory of the microbatch: that it is saved takes no further memory.
-        loss: value given to ``backward``; None without one.
-        backward_at: number of steps before ``backward``; None without one.
     """
 
     def __init__(self, values: TracedValues, buffers: TracedBuffers, was_there: Callable[[Tensor], bool]):
@@ -109,7 +107,6 @@ class TraceRecorder:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes so far."""
         return len(self._nodes)
 
     @property
@@ -157,7 +154,6 @@ class TraceRecorder:
         outcome: Outcome,
         unit: UnitCall | None = None,
     ) -> Any:
-        """Adds a call that has run."""
         index = len(self._nodes)
         self._note_region(index)
         self._note_gradient(index, call)
@@ -198,7 +194,6 @@ class TraceRecorder:
         )
 
     def pass_backward(self, loss: int | None) -> None:
-        """Records the call of ``backward``."""
         self.loss = loss
         self.backward_at = len(self.steps)
 
@@ -269,7 +264,6 @@ class TraceRecorder:
         return tuple(group for group in found if len(group.nodes) > 1)
 
     def values(self) -> tuple[Value, ...]:
-        """The values as plain data."""
         return tuple(Value(v.producer, v.position, v.spec) for v in self._values)
 
     def nodes(self) -> tuple[Node, ...]:

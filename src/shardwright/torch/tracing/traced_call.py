@@ -39,7 +39,6 @@ class Outcome:
     Attributes:
         output: what it returned, with fake tensors; `Filled` where it has changed containers.
         versions: of the leaves of its arguments before it ran; None for those that are no tensors.
-        cost: what was counted.
         attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
         passed_attributes: free arguments that it left there: (module, name, position among the arguments).
         written: what the unit holds and has changed: parameters, buffers, tensors in plain attributes.
@@ -66,9 +65,6 @@ class TracedCall:
     """A call and its arguments.
 
     Attributes:
-        func: the unit's module, or the torch function.
-        items: leaves of its arguments, as the step function gives them.
-        reads: (position among the leaves, value) of each value among them.
         arguments: (args, kwargs) with fake tensors.
     """
 
@@ -91,7 +87,6 @@ class TracedCall:
         fake: Callable[[Any], Any],
         line: str,
     ) -> "TracedCall":
-        """A call as it runs on fake tensors."""
         arguments = structure.rebuild([fake(item) for item in items])
         return cls(func, items, structure, reads, arguments, leaves(arguments), line)
 
@@ -208,7 +203,6 @@ class UnitState:
         ]
 
     def _in_memory(self, memories: Collection[int]) -> list[Tensor]:
-        """The unit's tensors that had this memory before the call."""
         pairs = zip(self._own, self._before, strict=True)
         return [own for own, (_, _, memory) in pairs if memory in memories]
 
@@ -235,7 +229,6 @@ def _entries(module: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
 
 
 def view_of(tensor: Tensor) -> View:
-    """The place of a tensor in memory."""
     return View(
         memory=storage_key(tensor),
         size=tuple(tensor.shape),
@@ -313,12 +306,10 @@ class TracedChanges:
         return tuple(changes)
 
     def parameters(self, call: TracedCall, outcome: Outcome) -> tuple[str, ...]:
-        """Names of the parameters that a call changed in place."""
         changed = [storage_key(call.fakes[position]) for position in call.changed(outcome)]
         return self._values.lent_in(changed) if changed else ()
 
     def note(self, step: Step) -> None:
-        """Records the memory that a step changes."""
         for memory in {change.view.memory for change in step.changes}:
             self._changers.setdefault(memory, []).append(step)
 

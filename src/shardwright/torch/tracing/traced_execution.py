@@ -247,7 +247,6 @@ class TracedExecution:
         return own.requires_grad_() if item.requires_grad else own
 
     def _real_inside(self, tensor: Tensor) -> Tensor:
-        """The real tensor for one in a slice or a cache."""
         fake = self._values.fake(tensor)
         own: Tensor = self._real(tensor, fake)
         self._hidden.stands_for(own, fake)

@@ -30,7 +30,6 @@ class _TracedValue:
     """A value of the graph.
 
     Attributes:
-        producer: index of the node that makes it.
         position: among what the node makes; -1 for what was changed in place, or is there at the start.
         holder: the tensor that the step function has.
         had_gradient: it required a gradient when it was made.
@@ -49,7 +48,6 @@ class _TracedValue:
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and type."""
         # A change in place may have given it a history, or taken it.
         return replace(spec_of(self.fake), requires_grad=self.had_gradient)
 
@@ -100,7 +98,6 @@ class TracedValues:
         return self._value_of.get(id(item)) if isinstance(item, Tensor) else None
 
     def has(self, item: Any) -> bool:
-        """Whether a tensor is a value of the graph."""
         return self.find(item) is not None
 
     def stand_ins(self) -> tuple[int | None, ...]:
@@ -215,7 +212,6 @@ class TracedValues:
         return tuple(dict.fromkeys((*named, *lent)))
 
     def names_in(self, module: nn.Module) -> set[str]:
-        """Names of the parameters and buffers of a module."""
         tensors = [*module.parameters(), *module.buffers()]
         return {self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names}
 

@@ -159,7 +159,6 @@ class Tracer:
             self._end.note_seen(result)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """Records where the backward starts."""
         self._end.come_by()
         self.before_step([loss])
         refuse_second_backward(self._recorder.backward_at is not None)
@@ -209,7 +208,6 @@ class Tracer:
         effects: SideEffects,
         left: Collection[DeferredTensor],
     ) -> Trace:
-        """Makes the trace."""
         recording, recorder, unit_map = self._recording, self._recorder, self._request.unit_map
         recorder.forget_frames()
         recorder.share_results()
@@ -245,7 +243,6 @@ class Tracer:
         )
 
     def _graph(self, returned: Sequence[int], together: tuple[Together, ...]) -> ModelGraph:
-        """The graph of all that was recorded."""
         recording, recorder, request = self._recording, self._recorder, self._request
         # Behind its end, it may use all that it has seen.
         seen = (self._values.find(item) for item in self._end.seen) if self._end.is_found else ()

@@ -37,7 +37,6 @@ class UnitTracer:
 
     Attributes:
         held: unit -> names of the parameters and buffers that it had at the start.
-        recomputes: the step function itself recomputes a unit.
     """
 
     def __init__(self, recording: Recording, execution: TracedExecution, unit_map: UnitMap):
@@ -89,7 +88,6 @@ class UnitTracer:
         return {name: self._unit(name) for name in self._num_calls}
 
     def _run(self, call: TracedCall, name: str) -> tuple[Outcome, str, WorkingMemory]:
-        """Runs a unit."""
         recording = self._recording
         node, module = recording.recorder.num_nodes, call.func
         assert isinstance(module, nn.Module)
@@ -168,7 +166,6 @@ class OperationTracer:
         self._was_there = was_there
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Traces one call."""
         found = self._recording
         items, structure = flatten((args, kwargs))
         if (plain := plain_numbers(items)) is not None:
@@ -213,7 +210,6 @@ class OperationTracer:
             )
 
     def _placed(self, call: TracedCall, parameters: tuple[str, ...]) -> Any:
-        """Traces an operation that has a place on a rank."""
         found, name = self._recording, functions.name_of(call.func)
         cost_class = found.cost_class(call, name)
         memory = found.working_memory(cost_class, call)

@@ -33,7 +33,6 @@ class HeadAndLoss(nn.Module):
         self._run = _Shared(run)
 
     def forward(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """Runs them as one."""
         with heads_may_wait(on_fakes=fake_mode_is_active()):
             return self._run.tail(self.head(*args, **kwargs))
 

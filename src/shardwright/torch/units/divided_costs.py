@@ -300,7 +300,6 @@ def divided_operations(
 def _operation(
     sample: Sample, cuts: Mapping[int, CutTensor], prices: Prices, between: BetweenUnits
 ) -> tuple[DividedUnit, list[CutTensor | None]]:
-    """What one operation costs, and where its results are."""
     if not cuts:
         return DividedUnit(), []
     last = between.num_ranks - 1

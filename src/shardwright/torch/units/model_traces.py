@@ -54,7 +54,6 @@ def _watched_run(
     hooks: HookEffects,
     watch: "_Watch",
 ) -> None:
-    """Traces the model as one unit, with every call of a module watched."""
     handles = []
     try:
         # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
@@ -156,7 +155,6 @@ class _Plain:
     kind: type
 
     def remove(self) -> None:
-        """Makes it so again."""
         object.__setattr__(self.module, "__class__", self.kind)
         del vars(self.module)[_COUNTED]
 
@@ -168,7 +166,6 @@ class _Watch:
     """Counts what modules do while they are called.
 
     Attributes:
-        costs: name of a module -> what it has done.
         entanglement: which modules cannot be split.
     """
 
@@ -184,7 +181,6 @@ class _Watch:
         return self  # hooks of a copied model count here, too
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
-        """A module is called."""
         if self._on_module is not None:
             self._on_module()
         cost = self.costs.setdefault(name, ModuleCost())
@@ -202,7 +198,6 @@ class _Watch:
         self._counts.append((CostCounter.so_far(), Counts()))
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """It has returned."""
         self._names.pop()
         self.entanglement.leave()
         self.remade.leave(name, module)
@@ -304,7 +299,6 @@ def _traces(
     prepare: Callable[[UnitMap], None] | None,
     loss_chunks: int | str,
 ) -> dict[int, Trace]:
-    """Traces every microbatch size with these units."""
     if prepare is not None:
         prepare(unit_map)
     compile_units(unit_map.model, list(unit_map.modules))

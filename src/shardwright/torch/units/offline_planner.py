@@ -101,7 +101,6 @@ class OfflinePlanner:
         self._divisions: dict[tuple[int, int, int, TensorPrices, object], Division] = {}
 
     def plan(self, mesh: Mesh) -> Plan:
-        """The plan for one grid."""
         return self._best_of(mesh, self._candidates_for(mesh))
 
     def plans(self, mesh: Mesh) -> list[Plan]:

@@ -73,7 +73,6 @@ class Entanglement:
             self.whole.update(self._written[place] - {""})
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module is called."""
         if module not in self._names:
             # The first call; or that of a copy, after an attempt that failed inside of it.
             del self._open[1:]
@@ -144,14 +143,12 @@ class RemadeInForward:
         self._known: dict[str, Any] = {}
 
     def enter(self, name: str, module: nn.Module, *, around: str | None) -> None:
-        """A module is called."""
         now = _kinds_inside(name, module)
         if around is not None and any(self._known.get(place, kind) != kind for place, kind in now.items()):
             self.writers.add(around)
         self._known.update(now)
 
     def leave(self, name: str, module: nn.Module) -> None:
-        """It has returned, as those that it has called have before."""
         now = _kinds_inside(name, module)
         if any(place not in self._known or self._known[place] != kind for place, kind in now.items()):
             self.writers.add(name)
@@ -159,7 +156,6 @@ class RemadeInForward:
 
 
 def _kinds_inside(name: str, module: nn.Module) -> dict[str, Any]:
-    """The kinds of the buffers that a module and those inside it have registered."""
     return {
         f"{path}.{key}": None if buffer is None else (buffer.shape, buffer.dtype)
         for path, sub in module.named_modules(prefix=name)
@@ -185,7 +181,6 @@ class ModuleCost:
 
     Attributes:
         calls: how often it was called through ``module(...)``.
-        flops: floating-point operations, those of its children included.
         recomputed: the model recomputes its activations (``torch.utils.checkpoint``).
         whole: it cannot be split: see `shardwright.torch.units.unit_choice`.
         chooses_at_random: its own code draws random numbers and looks at values: as if it skipped itself.
@@ -212,7 +207,6 @@ class _Walk:
     seen: set[int] = field(default_factory=set)
 
     def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
-        """Makes the module a unit, or continues with its children."""
         if id(module) in self.seen:
             return
         self.seen.add(id(module))

@@ -71,7 +71,6 @@ class KnownValues:
         self._taken_values = TakenValues(index, program, board, self._changes)
 
     def clear(self) -> None:
-        """Releases all tensors."""
         self._known.clear()
         self._own_values.clear()
         self._taken_values.clear()

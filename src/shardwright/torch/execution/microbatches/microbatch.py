@@ -55,12 +55,7 @@ class Microbatch:
     """The handler of a step function while it runs.
 
     Attributes:
-        loss: the loss, on the rank that computes it.
-        loss_gradient: gradient that the user gave to ``backward``.
-        tensors: what it keeps beside the user's variables.
-        state: what it finds in modules, and leaves there.
         uses: id of a weight -> contributions to its gradient that are still to come.
-        offloads: of the stages that offload what they keep.
         outside_s: seconds of operations that rest on no unit, such as a teacher outside of the model.
     """
 

@@ -64,10 +64,7 @@ class OwnAttributes:
 
     @contextmanager
     def again_for(self, microbatch: int) -> Iterator[None]:
-        """Swaps in the attributes that this microbatch wrote, for a backward.
-
-        It may look there, or run parts of the forward again; what these write is not kept.
-        """
+        """Swaps in the attributes that this microbatch wrote, for a backward."""
         self._put_for(microbatch)
         yield
 
@@ -198,10 +195,7 @@ class MicrobatchState:
 
     @contextmanager
     def as_left(self, stage: int) -> Iterator[None]:
-        """Puts back what the microbatch left in attributes, for a backward of this stage.
-
-        A reversible layer, for example, keeps the state of the generator in its own.
-        """
+        """Puts back what the microbatch left in attributes, for a backward of this stage."""
         left = self._left.pop(stage, {})
         own = nullcontext() if self._attributes is None else self._attributes.again_for(self._index)
         with own, held_again(list(left.values())):

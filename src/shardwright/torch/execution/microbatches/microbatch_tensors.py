@@ -48,7 +48,6 @@ class MicrobatchTensors:
         self._crossings = {(crossing.value, crossing.target): crossing for crossing in entering}
 
     def clear(self) -> None:
-        """Releases all tensors."""
         for kept in (self.values, self.held, self.leaves, self.gradients):
             kept.clear()
 

@@ -79,11 +79,9 @@ class ProgramCursor:
         return None if found is None else self._program.instructions[found]
 
     def unit_call(self, module: nn.Module) -> Instruction:
-        """The instruction of a unit."""
         return self._placed(module)
 
     def backward(self) -> None:
-        """Checks the call of ``backward``."""
         self._pass_over_free()
         if self._behind_backward or self.position != self._program.trace.backward_at:
             self.mismatch("backward()")
@@ -91,7 +89,6 @@ class ProgramCursor:
         self._end = len(self._program.instructions)
 
     def end(self) -> None:
-        """Checks that the program has come to its end."""
         self._pass_over_free()
         if self.position < len(self._program.instructions):
             line = self._program.instructions[self.position].step.line
@@ -126,12 +123,10 @@ class ProgramCursor:
 
     @property
     def is_at_backward(self) -> bool:
-        """Whether the program calls ``backward`` next."""
         return not self._behind_backward and self._behind_free() == self._program.trace.backward_at
 
     @property
     def has_units_left(self) -> bool:
-        """Whether the program calls units that have not been called."""
         return any(isinstance(each.step.func, nn.Module) for each in self.rest)
 
     def run_behind_end(
@@ -157,10 +152,7 @@ class ProgramCursor:
         )
 
     def run_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a free operation that the trace does not have: it may not take random numbers.
-
-        Other microbatches took those that the trace said.
-        """
+        """Runs a free operation that the trace does not have: it may not take random numbers."""
         before = get_state(self._device)
         result = func(*args, **kwargs)
         if not same_state(get_state(self._device), before):
@@ -214,7 +206,6 @@ class ProgramCursor:
             )
 
     def clear(self) -> None:
-        """Forgets all tensors."""
         self._made.clear()
 
     def mismatch(self, found: str, line: str = "") -> NoReturn:

@@ -30,7 +30,6 @@ from shardwright.torch.tracing.trace_data import Step
 
 
 def unit_run(instruction: Instruction, *, boundary: Boundary | None, microbatch: int) -> Callable[..., Any]:
-    """Runs the unit of an instruction."""
     unit, allowed = instruction.step.func, instruction.flow.may_change
     call: Callable[..., Any] = partial(call_without_hooks, unit)
     if not instruction.step.flat:
@@ -72,7 +71,6 @@ class MicrobatchGenerators:
         self._must_leave: GeneratorState | None = None
 
     def run_ahead(self, turns: Mapping[int, Turn], own: tuple[torch.Generator, ...]) -> None:
-        """Takes what was run ahead for this microbatch."""
         self._turns, self._own = turns, own
 
     def set_for_next(self, position: int) -> None:
@@ -138,7 +136,6 @@ class StageTurns:
 
     Attributes:
         stage: the stage being run; -1 before the start.
-        reached_backward: the step function has called ``backward``.
     """
 
     def __init__(

@@ -55,7 +55,6 @@ class OwnValues:
         self._num_put: Counter[_Name] = Counter()  # how often that was put up
 
     def clear(self) -> None:
-        """Releases all tensors."""
         self._waiting.clear()
 
     def note(self, value: int, tensor: Tensor) -> None:
@@ -140,11 +139,9 @@ class TakenValues:
         self._turns: Counter[_Name] = Counter()  # how often a value that was put up by itself was taken
 
     def clear(self) -> None:
-        """Releases all values."""
         self._bundles.clear()
 
     def take(self, value: int, *, is_behind_backward: bool) -> bytes:
-        """Waits for a value."""
         packed = self._taken(
             value, self._program.stage_ranks[self._program.home_of[value]], is_behind_backward
         )
@@ -197,7 +194,6 @@ class _Bundle(NamedTuple):
 
     @classmethod
     def of(cls, packed: bytes) -> "_Bundle":
-        """Reads what `packed` has made."""
         header, _, rest = packed.partition(b"\n")
         is_last, sizes = json.loads(header)
         parts, at = {}, 0

@@ -56,14 +56,10 @@ class CodeWatch:
         sys.settrace(self._on_call)
 
     def end(self) -> None:
-        """Watches no longer."""
         sys.settrace(None)
 
     def given(self) -> list[Any]:
-        """The objects that functions were given and that are still there, behind a microbatch; once.
-
-        Others were made by it.
-        """
+        """The objects that functions were given and that are still there, behind a microbatch; once."""
         # References: the dictionary's, the loop's, and that of the call.
         kept = [item for item in self._given.values() if sys.getrefcount(item) > 3]
         self._given.clear()
@@ -253,7 +249,6 @@ class FlatCall:
 
 
 def run_calls(running: Any, turn: int | None) -> None:
-    """Runs the calls of a turn."""
     for context, calls in running.flat.turns.get(turn, ()):
         if context is None:
             _run(running, calls)

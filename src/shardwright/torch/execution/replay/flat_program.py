@@ -55,12 +55,7 @@ def why_not(program: Program) -> str:
 
 
 class FlatProgram:
-    """What this rank runs of a microbatch.
-
-    Attributes:
-        result: places of the leaves of the result.
-        trains: it has called ``backward``.
-    """
+    """What this rank runs of a microbatch."""
 
     def __init__(self, program: Program, recording: Recording, before: Recording):
         assert recording.result_structure is not None

@@ -138,7 +138,6 @@ class HeldState:
         self._all = _AllHeld(self._held)
 
     def changed(self) -> str | None:
-        """What is not as it was; None where all is."""
         if self._all.is_same():
             return None
         for held in self._held:
@@ -326,7 +325,6 @@ class _AllHeld:
         self._expected = self._now()
 
     def is_same(self) -> bool:
-        """Whether all entries are the same objects."""
         try:
             if list(map(len, self._sized)) != self._lengths:
                 return False
@@ -343,7 +341,6 @@ class _AllHeld:
 
 
 def _some_of(keys: Iterable[Any]) -> _Read:
-    """Reads some entries of a dictionary."""
     keys = tuple(keys)
     if not keys:
         return _nothing
@@ -351,7 +348,6 @@ def _some_of(keys: Iterable[Any]) -> _Read:
 
 
 def _all_of(holder: Any) -> list[_Read]:
-    """Reads all entries of a container."""
     if isinstance(holder, dict):
         return [dict.keys, dict.values]
     if isinstance(holder, set):

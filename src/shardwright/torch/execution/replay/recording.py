@@ -59,7 +59,6 @@ class Settings:
 
 
 def settings_now() -> Settings:
-    """Those in force."""
     others = (
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
@@ -78,8 +77,6 @@ class Call:
 
     Attributes:
         instruction: None for a free operation that the trace does not have.
-        func: the torch function, or the unit.
-        changes: it changes a tensor among its arguments.
     """
 
     position: int
@@ -140,7 +137,6 @@ class Recording:
 
     Attributes:
         why: it cannot be replayed; empty where it can.
-        result: where the leaves of its result come from.
         behind_backward: number of calls before ``backward``; None without one.
     """
 
@@ -223,7 +219,6 @@ class RecordingMicrobatch(Microbatch):
         return self._recorded(func, args, kwargs, super().operation)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a unit as ever, and records it."""
         if self._recording.why or self._is_inside:
             return super().unit_call(module, args, kwargs)
         if COLLECTED in kwargs:
@@ -380,7 +375,6 @@ class RecordingMicrobatch(Microbatch):
         return result
 
     def close(self) -> None:
-        """Ends the microbatch."""
         self._sources.clear()
         self._objects.clear()
         super().close()

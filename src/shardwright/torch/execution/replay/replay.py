@@ -68,7 +68,6 @@ class _ReplayedMicrobatch:
         self.places = flat.places(batch_leaves)
 
     def forward(self, stage: int) -> None:
-        """Runs the calls of a stage."""
         run_calls(self, stage)
         if stage == self.program.loss_stage and self.flat.trains:
             loss = self.program.trace.graph.loss
@@ -76,7 +75,6 @@ class _ReplayedMicrobatch:
             self.loss = self.tensors.values[loss]
 
     def come_to_backward(self) -> bool:
-        """Whether the step function has called ``backward``."""
         return self.flat.trains
 
     def finish(self) -> Returned:
@@ -102,7 +100,6 @@ class _ReplayedMicrobatch:
         return _NOTHING if offload is None else offload.keeping(instruction.step.func)
 
     def close(self) -> None:
-        """Ends the microbatch."""
         self.places = []
         self.tensors.clear()
         self.loss = self.loss_gradient = None
@@ -175,7 +172,6 @@ class Replay:
     def microbatch(
         self, index: int, part: Any, shared: SharedByMicrobatches, *, from_list: bool
     ) -> Microbatch | _ReplayedMicrobatch:
-        """A microbatch of the batch."""
         if from_list:
             assert self._flat is not None
             return _ReplayedMicrobatch(index, self._program, self._flat, part.leaves, shared)
@@ -197,7 +193,6 @@ class Replay:
         )
 
     def end_batch(self) -> None:
-        """Looks at what was recorded."""
         watch, self._watch = self._watch, None
         if watch is None or self._recording is not None:
             return

@@ -23,7 +23,6 @@ _FAMILIES = (attention, elementwise, indexing, reductions, softmax, views)
 
 @functools.cache
 def rule_of(func: Any) -> Rule | None:
-    """The rule of an operator overload; None if there is none."""
     if func.namespace != "aten" or any(argument.is_out for argument in func._schema.arguments):
         return None
     name = name_of(func)

@@ -66,7 +66,6 @@ def attention(call: Call) -> list[Candidate] | None:
 
 
 def _positions(call: Call, names: tuple[str, ...]) -> Cut | None:
-    """How the positions of some arguments are cut."""
     given = (call.get(name) for name in names)
     cuts = (one.cut for one in given if isinstance(one, Input) and one.cut is not None)
     return next((cut for cut in cuts if cut.dim == _POSITIONS), None)
@@ -190,7 +189,6 @@ def _with_a_mask(
 
 
 def _candidate(call: Call, cut: Cut, groups: int) -> Candidate | None:
-    """The operation with queries cut so."""
     of_keys: Placement | None = cut
     first_keys = None
     if cut.dim == _HEADS and groups > 1:

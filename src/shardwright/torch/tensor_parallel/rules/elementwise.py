@@ -54,7 +54,6 @@ def elementwise(call: Call) -> Form | None:
 
 
 def _terms(call: Call) -> tuple[tuple[int, ...], ...]:
-    """What the result is linear in."""
     result = call.outputs[0]
     if result is None or result.dtype == torch.bool:
         return ()

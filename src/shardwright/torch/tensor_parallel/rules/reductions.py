@@ -212,7 +212,6 @@ def _with_whole_statistics(candidate: Candidate, running: list[int]) -> Candidat
 
 
 def reduced_dims(call: Call, name: str = "dim") -> list[int]:
-    """The dimensions that a reduction is over."""
     ndim, dims = call.inputs[0].ndim, call.get(name)
     if dims is None or (isinstance(dims, list | tuple) and not dims):
         return list(range(ndim))
@@ -220,7 +219,6 @@ def reduced_dims(call: Call, name: str = "dim") -> list[int]:
 
 
 def _letters(call: Call, dims: Sequence[int]) -> tuple[Letters, Letters]:
-    """Those of the tensor and of its reduction."""
     names = tuple(range(call.inputs[0].ndim))
     if call.get("keepdim"):
         return names, tuple(None if dim in dims else dim for dim in names)

@@ -331,7 +331,6 @@ def scatter_slice(call: Call) -> Form:
 
 @rule("broadcast_to")
 def broadcast_to(call: Call) -> Form | None:
-    """As `expand`."""
     meta = call.outputs[0]
     if meta is None:
         return None

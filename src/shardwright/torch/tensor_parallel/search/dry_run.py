@@ -113,7 +113,6 @@ class _Kept:
         return tensor
 
     def count(self) -> None:
-        """The forward is over."""
         sizes: dict[int, int] = {}
         for tensor in self._tensors:
             local = local_of(tensor)
@@ -217,7 +216,6 @@ def dry_run_of_operation(
 def divide_all(
     module: nn.Module, placements: Mapping[str, Placement], experts: Set[str], group: TensorGroup
 ) -> None:
-    """Divides the parameters of a module."""
     for is_of_expert in (False, True):
         own = {name: each for name, each in placements.items() if (name in experts) is is_of_expert}
         divide(module, own, group.of_parameter(is_of_expert=is_of_expert))
@@ -249,10 +247,7 @@ def _end(phase: Phase, group: TensorGroup, count: DividedOperations) -> None:
 
 
 def entering_leaf(item: Any, between: Boundary) -> Any:
-    """A tensor that enters a unit, or the gradient of one that leaves it, as another unit has left it.
-
-    Anything else stays as it is.
-    """
+    """A tensor that enters a unit, or the gradient of one that leaves it, as another unit has left it."""
     if not isinstance(item, Tensor) or isinstance(item, nn.Parameter) or not item.requires_grad:
         return item  # most likely a mask or a table, which every rank has
     target = between.placement(item)

@@ -89,7 +89,6 @@ class Flow:
         watch: Callable[[Operation, list[Placement]], None] | None = None,
         all_whole: bool = False,
     ) -> _Passed:
-        """Follows a plan."""
         recording = self.recording
         state = self._begin(plan, enters=watch is None and not all_whole)
         passed = _Passed()
@@ -165,7 +164,6 @@ class Flow:
             state.recent = [key for key in state.recent if key[0] != memories[number]]
 
     def _place(self, operation: Operation, way: Way, state: _Pass) -> None:
-        """Notes where the results of an operation are."""
         memories, seen = state.memories, state.seen
         base = operation.inputs[0] if operation.inputs else None
         for number, placement in way.outputs:

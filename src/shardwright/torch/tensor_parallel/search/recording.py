@@ -83,7 +83,6 @@ class Operation:
     Attributes:
         func: the operator; None where all inputs are placed as between units: they leave the unit, or one
             within it.
-        inputs: numbers of its tensor arguments, in order.
         outputs: its results; None where a result is no tensor.
     """
 
@@ -97,7 +96,6 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The operator's name."""
         return "" if self.func is None else name_of(self.func)
 
 
@@ -141,7 +139,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def make_whole(self, tensors: Sequence[Tensor]) -> None:
-        """Notes that tensors must be whole."""
         numbers = tuple(self.number(each) for each in tensors)
         operations = self._recording.operations
         operations.append(Operation(len(operations), None, (), {}, numbers))
@@ -207,7 +204,6 @@ class _Underway:
 
 
 def record(unit: Unit, material: Material | None = None) -> Recording:
-    """Records one step of a unit."""
     return _record(unit, material or Material(), [])
 
 

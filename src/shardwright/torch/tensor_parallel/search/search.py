@@ -40,7 +40,6 @@ class _UnitKind:
 
     Attributes:
         kept_whole: modules within one of them, and why.
-        roles: of its parameters: index of the role by name.
         priced: what plans cost, by the placements of its roles.
     """
 
@@ -54,7 +53,6 @@ class _UnitKind:
     def of(
         cls, units: list[tuple[str, Unit]], group: TensorGroup, between: BetweenUnits | None
     ) -> "_UnitKind":
-        """Records one of some units that are alike."""
         unit, recording = recorded(units[0][1])
         reasons = {name: each.reason for name, each in unit.kept_whole.items()}
         return cls(units, Flow(recording, group, between), reasons)

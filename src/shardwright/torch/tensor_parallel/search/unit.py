@@ -138,7 +138,6 @@ class Unit:
             units, and not by this one.
         kept_whole: stand-ins for modules within it, by name: units of their own, or modules of which no step
             can be recorded; the name is empty where that is the unit itself.
-        run: calls copies of the module.
         cost_classes: of the call in a trace, and of the operations that follow it; none where it was not
             traced.
     """
@@ -153,7 +152,6 @@ class Unit:
     cost_classes: tuple[str, ...] = ()
 
     def call_of(self, module: nn.Module) -> Callable[..., Any]:
-        """The call of a copy of the module."""
         return lambda *args, **kwargs: self.run(module, args, kwargs)
 
 
@@ -269,7 +267,6 @@ class Role:
     """Parameters with one placement.
 
     Attributes:
-        num_elements: of all of them, tied ones counted once.
         itemsize: bytes of an element.
         members: kinds of units, by index, and the names within a unit.
         full_names: of all parameters, in the model.
@@ -294,7 +291,6 @@ class Role:
 def roles_of(
     kinds: Sequence[Sequence[tuple[str, Unit]]], pinned: Mapping[str, Placement] | None = None
 ) -> list[Role]:
-    """The roles of all parameters."""
     pinned = pinned or {}
     role_of: dict[tuple[object, ...], Role] = {}
     role_of_tensor: dict[int, Role] = {}

@@ -38,7 +38,6 @@ class PlanPrice:
     """Seconds of a step, of the busiest rank.
 
     Attributes:
-        work_s: of operations, by their local sizes.
         exchange_s: of changes of placement, those within operations and of gradients included.
         memory_s: what the parameters that a rank holds count, against seconds.
     """
@@ -71,8 +70,6 @@ class FoundPlacements:
     """The cheapest plan.
 
     Attributes:
-        placements: of the parameters that are cut, by their names in the model.
-        price: of a step, all units together.
         whole_price: the same with all parameters whole but those that are pinned.
         divided: share of the parameters' elements that are cut.
         kind_of: the first unit of the kind of each unit, by name.
@@ -109,7 +106,6 @@ class Way:
         gathers: inputs that are gathered, and kept for others that come soon, and the seconds of it.
         outputs: numbers and placements of the results.
         wants: whole inputs of which it takes a part, and the cut.
-        written: inputs whose memory it changes.
         copies: the result is a view for the script, with memory of its own.
         cuts: that it made known for later gradients (see `TensorGroup.cuts`).
     """
@@ -166,7 +162,6 @@ class Ways:
         return self._placements.setdefault(placement, placement)
 
     def whole_work_s(self, operation: Operation) -> float:
-        """Seconds of an operation on whole tensors."""
         if operation.func is None:
             return 0.0
         count = len(operation.inputs)
