@@ -125,8 +125,8 @@ def trained(
 
 
 @pytest.mark.thorough
-def test_scripted_code_between_units_and_as_units():
-    """A function ended in an error without words, because it ran on stand-ins; modules were refused."""
+def test_scripted_functions_between_units():
+    """One ended in an error without words, because it ran on stand-ins."""
 
     def job():
         warnings.simplefilter(
@@ -135,22 +135,6 @@ def test_scripted_code_between_units_and_as_units():
         sample = torch.ones(2, WIDTH, dtype=torch.float64)
         for function in (torch.jit.script(gelu), torch.jit.trace(gelu, (sample, sample))):
             trained(seeded(lambda function=function: Between(function)), seeded(lambda: Between(gelu)))
-
-        def blocks(scripted: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
-            torch.manual_seed(0)
-            return nn.Sequential(*(scripted(Block().double()) for _ in range(4)))
-
-        def scripted_activations() -> nn.Module:
-            return nn.Sequential(
-                *(m for _ in range(4) for m in (nn.Linear(8, 8), torch.jit.script(nn.Tanh())))
-            )
-
-        trained(blocks(torch.jit.script), blocks(lambda m: m))
-        # Tracing calls the module, so that its running statistics move.
-        traced = blocks(lambda m: torch.jit.trace(m, sample, check_trace=False))
-        trained(traced, blocks(lambda m: (m(sample), m)[1]))
-        activations = (m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh()))
-        trained(seeded(scripted_activations), seeded(lambda: nn.Sequential(*activations)))
 
     run_ranks(job, 2)
 
@@ -276,7 +260,16 @@ def refused(build: Callable[[], nn.Module]) -> str:
     return str(failed.value)
 
 
-def test_a_scripted_model_has_no_parts_to_be_placed():
-    text = refused(lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
-    assert "it is compiled as a whole by torch.jit.script" in text
-    assert "Pass the Python module that it was made of" in text
+@pytest.mark.parametrize(("whole", "where"), [(True, "it"), (False, "its module 1")])
+def test_a_scripted_module_is_refused_where_ranks_share_the_model(whole: bool, where: str):
+    def build() -> nn.Module:
+        parts = nn.Linear(2, 2), nn.Linear(2, 2)
+        return (
+            torch.jit.script(nn.Sequential(*parts))
+            if whole
+            else nn.Sequential(parts[0], torch.jit.script(parts[1]))
+        )
+
+    text = refused(build)
+    assert f"{where} is compiled by torch.jit.script" in text
+    assert "Take the Python module that it was made of" in text

@@ -113,8 +113,8 @@ _COMPILED = (
     "each rank then compiles its units."
 )
 _SCRIPTED = (
-    "compiled as a whole by torch.jit.script or torch.jit.trace, so that it has no parts to be placed. Pass "
-    "the Python module that it was made of; modules inside it may be scripted."
+    "compiled by torch.jit.script or torch.jit.trace, so that its tensors cannot be given up to other ranks. "
+    "Take the Python module that it was made of; functions that it calls may be scripted."
 )
 
 
@@ -122,7 +122,7 @@ def refuse_wrappers(module: nn.Module, *, alone: bool) -> None:
     """Refuses a model that is wrapped already, or has such a module inside."""
     for name, inner in module.named_modules():
         problem = _replicated(inner)
-        if inner is module and not alone and isinstance(module, torch.jit.ScriptModule):
+        if not alone and isinstance(inner, torch.jit.ScriptModule):
             problem = _SCRIPTED
         if problem is not None:
             where = f"its module {name}" if name else "it"

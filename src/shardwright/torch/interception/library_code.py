@@ -3,8 +3,7 @@
 ======================  ===================================================================================
 ``Function.apply``      A custom function between units is one operation: function modes see the operations
                         in its forward alone, and nothing of its backward.
-``ScriptFunction``      So is a scripted function, into which fake tensors cannot pass; a scripted module
-                        becomes a Python module that owns its parameters and buffers.
+``ScriptFunction``      So is a scripted function, into which fake tensors cannot pass.
 ``autograd.backward``   goes to the active handler: see `backward_calls`.
 ``get_rng_state``       of `torch.utils.checkpoint` gives the state of the next draw: a unit in it gets its
                         own only when it is called.
@@ -163,105 +162,10 @@ class _Scripted:
         return str(self.function.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_fakes((args, kwargs))
+        if any(isinstance(item, FakeTensor) for item in leaves((args, kwargs))):
+            failure: Any = UnsupportedOperatorException  # tells a trace that it needs random data
+            raise failure("TorchScript")
         return self.function(*args, **kwargs)
-
-
-def _refuse_fakes(arguments: Any) -> None:
-    """Raises what tells a trace that it needs random data."""
-    if any(isinstance(item, FakeTensor) for item in leaves(arguments)):
-        failure: Any = UnsupportedOperatorException
-        raise failure("TorchScript")
-
-
-class _Part(nn.Module):
-    """The parameters and buffers of a scripted module, under their names."""
-
-    def __init__(self, scripted: Any, parts: dict[int, "_Part"]):
-        super().__init__()
-        parts[id(scripted)] = self
-        for name, parameter in scripted._parameters.items():
-            known = parameter is None or isinstance(parameter, nn.Parameter)
-            # Those of a loaded module are no parameters to Python.
-            own = parameter if known else nn.Parameter(parameter.detach(), parameter.requires_grad)
-            self.register_parameter(name, own)
-        for name, buffer in scripted._buffers.items():
-            self.register_buffer(name, buffer)
-        self.training = scripted.training
-        for name, inner in scripted._modules.items():
-            self._modules[name] = parts.get(id(inner)) or _Part(inner, parts)
-
-
-class _ScriptedModule(_Part):
-    """Replaces a TorchScript module in a model, and calls it.
-
-    The scripted module itself has its tensors only while it is called. Else there would be two owners, of
-    which one would never learn that a tensor has been released or replaced.
-    """
-
-    _scripted: Any
-
-    def __init__(self, scripted: Any):
-        super().__init__(scripted, {})
-        vars(self)["_scripted"] = scripted
-        self._take_back()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the scripted module; between units, that is one operation."""
-        handler = active_handler()
-        if handler is None or not handler.intercepts:
-            return self.call(*args, **kwargs)
-        with plain_torch():
-            return handler.operation(self.call, args, kwargs)
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Lends the scripted module its tensors for a call."""
-        _refuse_fakes((args, kwargs, list(self.parameters()), list(self.buffers())))
-        for part, scripted in self._pairs():
-            if scripted.training != part.training:
-                scripted.training = part.training
-            for name, tensor in _tensors(part):
-                scripted._c.setattr(name, tensor)
-        try:
-            return self._scripted(*args, **kwargs)
-        finally:
-            self._take_back()
-
-    def _pairs(self) -> Iterator[tuple[nn.Module, Any]]:
-        return zip(self.modules(), self._scripted.modules(), strict=True)
-
-    def _take_back(self) -> None:
-        nothing = torch.empty(0)
-        for part, scripted in self._pairs():
-            for name, tensor in _tensors(part):
-                now = scripted._c.getattr(name)
-                if now is not tensor and name in part._buffers:
-                    part._buffers[name] = now  # its code has made another one
-                scripted._c.setattr(name, nothing)
-
-
-def _tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
-    every = [*part._parameters.items(), *part._buffers.items()]
-    return [(name, tensor) for name, tensor in every if tensor is not None]
-
-
-def without_scripted(module: nn.Module) -> nn.Module:
-    """Replaces each scripted module by a `_ScriptedModule`, and returns the resulting model."""
-    known: dict[int, nn.Module] = {}
-
-    def replaced(inner: nn.Module) -> nn.Module:
-        if id(inner) not in known:
-            known[id(inner)] = _ScriptedModule(inner)
-        return known[id(inner)]
-
-    if isinstance(module, torch.jit.ScriptModule):
-        return replaced(module)
-    for outer in list(module.modules()):
-        if not isinstance(outer, torch.jit.ScriptModule):
-            for name, inner in outer._modules.items():
-                if isinstance(inner, torch.jit.ScriptModule):
-                    outer._modules[name] = replaced(inner)
-    return module
 
 
 # ---- the table

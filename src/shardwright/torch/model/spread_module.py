@@ -14,7 +14,6 @@ from shardwright.run.context import Context, context
 from shardwright.run.joint_calls import call_together, first_cause_named, meet, ranks_with_the_model
 from shardwright.torch.counting.compiled_modules import without_compilers
 from shardwright.torch.interception.compiled_code import refuse_wrappers
-from shardwright.torch.interception.library_code import without_scripted
 from shardwright.torch.parameters.delayed_initialization import refuse_half_built
 from shardwright.torch.parameters.gathering import gather_state, gathered_values, rank_that_runs
 from shardwright.torch.parameters.materialise import Materialiser
@@ -39,8 +38,8 @@ def accepted(module: nn.Module, current: Context) -> nn.Module:
             "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that; or, "
             "for one model after another (folds, trials), call sw.shutdown() and sw.init(...) in between."
         )
-    refuse_wrappers(module, alone=not current.mesh.spreads_model)
-    module = without_scripted(without_compilers(module))
+    refuse_wrappers(module, alone=not current.mesh.spreads_model and current.mesh.shard == 1)
+    module = without_compilers(module)
     _refuse_lazy(module)
     refuse_released(module)
     refuse_half_built(module)
