@@ -9,7 +9,6 @@ must be timed with the hooks that belong to its computation::
 
     hook                                                        runs while a unit is measured
     PyTorch's own (weight_norm, spectral_norm, pruning)         yes
-    returns other values, or sets a tensor (seen in a trace)    yes; what they count counts that
     uses a context variable (`unit_attributes`)                 yes: what it collects leaves the unit
     of the unit itself                                          no: it runs around the unit, as glue
     any other, and all for gradients                            no
@@ -17,19 +16,19 @@ must be timed with the hooks that belong to its computation::
 Hooks that collect are there also where the traced step function alone has registered them, as transformers
 does in the first forward that wants their lists: a trace leaves no hooks behind.
 
-A forward that fails without the other hooks (it reads what they left somewhere) is measured with them.
+A forward that fails without the other hooks (it needs what they return, or leave somewhere) is measured with
+them.
 """
 
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import compiler_of, hooks_of_every_module
@@ -174,30 +173,10 @@ _FOR_GRADIENTS = ("_backward_pre_hooks", "_backward_hooks")
 
 
 class HookEffects:
-    """Finds the hooks that change what modules compute, and runs modules with only those."""
+    """Runs modules without the hooks that only look on."""
 
     def __init__(self) -> None:
-        self._changing: dict[int, Any] = {}
         self._collecting: dict[nn.Module, list[Any]] = {}
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Inside, takes note of hooks that return something else or set tensors of their modules."""
-        observed: list[tuple[dict[int, Any], int, _Observed]] = []
-        for module in model.modules():
-            for name in (_BEFORE, _AFTER):
-                registry = getattr(module, name)
-                for number, hook in registry.items():
-                    registry[number] = own = _Observed(
-                        hook, partial(self._note, hook), before=name == _BEFORE
-                    )
-                    observed.append((registry, number, own))
-        try:
-            yield
-        finally:
-            for registry, number, own in observed:
-                if registry.get(number) is own:
-                    registry[number] = own.hook
 
     def note_call(self, unit: nn.Module) -> None:
         """Takes note of the hooks inside a unit that collect, as the step function has registered them."""
@@ -212,7 +191,7 @@ class HookEffects:
         if not isinstance(func, nn.Module):
             return call()
         try:
-            with _hooks_alone(func, self._takes_part, self._collecting):
+            with _hooks_alone(func, _takes_part, self._collecting):
                 return call()
         except Exception:
             if not any(self._looks_on_inside(func)):
@@ -225,53 +204,22 @@ class HookEffects:
         """Inside, hooks of units that only look on do not run, nor do those of what is copied from them."""
         with ExitStack() as put_back:
             for unit in units:
-                put_back.enter_context(_hooks_alone(unit, self._takes_part, self._collecting))
+                put_back.enter_context(_hooks_alone(unit, _takes_part, self._collecting))
             yield
 
     def looks_on(self, units: Iterable[nn.Module]) -> bool:
         """Whether units have forward hooks inside that only look on."""
         return any(any(self._looks_on_inside(unit)) for unit in units)
 
-    def _note(self, hook: Any) -> None:
-        self._changing[id(hook)] = hook
-
-    def _takes_part(self, hook: Any) -> bool:
-        return id(hook) in self._changing or _is_of_a_library(hook) or collects(_function_of(hook))
-
     def _looks_on_inside(self, unit: nn.Module) -> Iterator[bool]:
         for module in unit.modules():
             if module is not unit:
                 for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                    yield not self._takes_part(hook)
+                    yield not _takes_part(hook)
 
 
-class _Observed:
-    """In the place of a forward hook: tells when that has changed something."""
-
-    def __init__(self, hook: Callable[..., Any], changes: Callable[[], None], *, before: bool):
-        self.hook = hook
-        self._changes = changes
-        self._before = before
-
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        tensors = _tensors_of(module) if self._before else {}
-        result = self.hook(module, *given)
-        if self._returns_other(given, result) or (self._before and _tensors_of(module) != tensors):
-            self._changes()
-        return result
-
-    def _returns_other(self, given: tuple[Any, ...], result: Any) -> bool:
-        unchanged = given[0] if self._before else given[-1]
-        alone = unchanged[0] if self._before and len(unchanged) == 1 else unchanged
-        return not any(result is same for same in (None, unchanged, alone))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Observed":
-        return _Observed(deepcopy(self.hook, memo), self._changes, before=self._before)
-
-
-def _tensors_of(module: nn.Module) -> dict[str, int]:
-    named = {**vars(module), **module._parameters, **module._buffers}
-    return {key: id(item) for key, item in named.items() if isinstance(item, Tensor)}
+def _takes_part(hook: Any) -> bool:
+    return _is_of_a_library(hook) or collects(_function_of(hook))
 
 
 @contextmanager
@@ -309,8 +257,6 @@ def hooks_of(model: nn.Module) -> list[Callable[..., Any]]:
 
 def _function_of(hook: Any) -> Callable[..., Any]:
     """A function, with variables of its own: of an object that is called, its method."""
-    if isinstance(hook, _Observed):
-        hook = hook.hook
     found: Callable[..., Any] = (
         hook if hasattr(hook, "__code__") or isinstance(hook, partial) else hook.__call__
     )
@@ -319,8 +265,8 @@ def _function_of(hook: Any) -> Callable[..., Any]:
 
 def _is_of_a_library(hook: Any) -> bool:
     """Whether a hook is a function of PyTorch or ours, or an object of a class of theirs or of a child."""
-    while isinstance(hook, partial | _Observed):
-        hook = hook.func if isinstance(hook, partial) else hook.hook
+    while isinstance(hook, partial):
+        hook = hook.func
     hook = getattr(hook, "__self__", hook)  # of a method
     if isinstance(hook, nn.Module):
         kinds: tuple[Any, ...] = (type(hook),)  # any module's class is a child of PyTorch's

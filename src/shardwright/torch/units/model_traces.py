@@ -14,7 +14,7 @@ from shardwright.config import Config
 from shardwright.errors import DeferredReadError, TraceError
 from shardwright.torch.backward.activation_checkpointing import is_marked
 from shardwright.torch.batch.batch import Arguments, Batch
-from shardwright.torch.counting.compiled_modules import HookEffects, calls_compiled, compile_units, hooks_of
+from shardwright.torch.counting.compiled_modules import HookEffects, calls_compiled, compile_units
 from shardwright.torch.counting.cost_counter import CostCounter, Counts
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
@@ -34,12 +34,11 @@ def discover(
     arguments: Arguments,
     *,
     device: torch.device,
-    hooks: HookEffects | None = None,
     on_module: Callable[[], None] | None = None,
 ) -> dict[str, ModuleCost]:
     """Costs of every module in one microbatch, by name of the module."""
     watch = _Watch(on_module)
-    _watched_run(model, function, arguments, device, HookEffects() if hooks is None else hooks, watch)
+    _watched_run(model, function, arguments, device, watch)
     _refuse_unsplittable(model, watch)
     _keep_whole(model, watch.costs, watch.remade.writers)
     _keep_entangled_whole(watch.costs, watch.entanglement.whole)
@@ -51,7 +50,6 @@ def _watched_run(
     function: Callable[..., Any],
     arguments: Arguments,
     device: torch.device,
-    hooks: HookEffects,
     watch: "_Watch",
 ) -> None:
     handles = []
@@ -64,7 +62,7 @@ def _watched_run(
             handles.append(module.register_forward_pre_hook(partial(watch.enter, name)))
             handles.append(module.register_forward_hook(partial(watch.leave, name)))
         intercept_calls(model)
-        with watch.entanglement.watching(), hooks.watching(model):
+        with watch.entanglement.watching():
             trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
     finally:
         restore_calls(model)
@@ -232,7 +230,6 @@ def trace_parts(
     loss_chunks: int | str = "off",
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole."""
-    hooks = HookEffects()
     if divides:  # ranks that share a head compute its logits whole, each its own columns
         loss_chunks = "off"
     count = None if progress is None else _Count(progress, total=len(list(model.modules())))
@@ -242,15 +239,15 @@ def trace_parts(
         device=device,
         memory=memory,
         agree_on_end=agree_on_end,
-        hooks=hooks,
+        hooks=HookEffects(),
         units_may_change=True,
         on_unit=count,
     )
-    if units is not None and not hooks_of(model):  # what hooks do shows in the run that finds the units
+    if units is not None:
         with suppress(TraceError):
             return _traces(UnitMap.of(model, units), parts, trace, prepare, loss_chunks)
     arguments = next(iter(parts.values())).arguments
-    costs = discover(model, function, arguments, device=device, hooks=hooks, on_module=count)
+    costs = discover(model, function, arguments, device=device, on_module=count)
     forced: set[int] = set()
     preferred = _better_whole(model, costs)
     while True:
