@@ -16,6 +16,7 @@ from shardwright.config.settings import Settings
 from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.problems import describe, join
+from shardwright.quantities import counted
 from shardwright.text import shown
 
 
@@ -224,7 +225,7 @@ class Config(Settings):
             raise ConfigError(self._equation(world_size))
         if self.default_partition is not None and self.default_partition >= pipeline:
             raise ConfigError(_outside_pipeline(self.default_partition, pipeline))
-        return Mesh.of(
+        mesh = Mesh.of(
             world_size=world_size,
             pipeline=pipeline,
             data=data,
@@ -232,6 +233,31 @@ class Config(Settings):
             shard=self.sharded_data_parallel_degree,
             placement=self.placement_strategy,
         )
+        self.num_updating(mesh)  # refuses what does not divide
+        return mesh
+
+    def num_updating(self, mesh: Mesh) -> int:
+        """Replicas with the same rows that share the optimizer's state; 1: none do.
+
+        Raises:
+            ConfigError: the state is to be divided among a number that the grid does not have.
+
+        >>> config = Config.parse({"shard_optimizer_state": 4, "sharded_data_parallel_degree": 2})
+        >>> config.num_updating(config.resolve_world(16))
+        2
+        """
+        wanted = self.shard_optimizer_state
+        if isinstance(wanted, bool):
+            return mesh.data // mesh.shard if wanted else 1
+        if mesh.data % wanted or wanted % mesh.shard:
+            allowed = (d for d in range(2, mesh.data + 1) if mesh.data % d == 0 and d % mesh.shard == 0)
+            raise ConfigError(
+                f"shard_optimizer_state is {wanted}, which does not divide the "
+                f"{counted(mesh.data, 'replica')} of each stage, or is no multiple of "
+                f"sharded_data_parallel_degree ({mesh.shard}). Use one of "
+                f"{', '.join(['false', *map(str, allowed)])}."
+            )
+        return wanted // mesh.shard
 
     def _equation(self, world_size: int) -> str:
         """The degrees that do not multiply to the number of ranks, and what would."""

@@ -31,6 +31,15 @@ def _no_control(value: str) -> str:
     return value
 
 
+def _all_or_some(value: Any) -> Any:
+    """A switch, which some write as 0 or 1, or a number of ranks."""
+    if isinstance(value, int) and 0 <= value <= MOST_RANKS:
+        return bool(value) if value < 2 else value
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError("it must be true, false or a number of replicas")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(no_bool)]
 Degree = Annotated[Whole, Field(ge=1, le=MOST_RANKS)]
 Microbatches = Annotated[Whole, Field(ge=1, le=MOST_MICROBATCHES)]
@@ -86,8 +95,10 @@ class Settings(BaseModel):
         1,
         description="Size of a shard group (parameters, gradients and optimizer state); 1: no sharding.",
     )
-    shard_optimizer_state: bool = Field(
-        False, description="Shard optimizer state over all replicas: each updates a part of the parameters."
+    shard_optimizer_state: Annotated[bool | int, BeforeValidator(_all_or_some)] = Field(
+        False,
+        description="Shard optimizer state over all replicas, or over a number of neighbours: each updates a "
+        "part of the parameters.",
     )
     optimizer_state: Literal["as_is", "bf16", "8bit"] = Field(
         "as_is",

@@ -185,8 +185,8 @@ class _ClosedForms:
         """Ranks that divide states, and which states."""
         if mesh.shard > 1:
             return mesh.shard, Sharded.PARAMETERS
-        if self.config.shard_optimizer_state and mesh.data > 1:
-            return mesh.data, Sharded.OPTIMIZER
+        if (updating := self.config.num_updating(mesh)) > 1:
+            return updating, Sharded.OPTIMIZER
         return 1, Sharded.NOTHING
 
     def _with_recomputation(self, ways: Options, grids: Sequence[Mesh]) -> Floats:

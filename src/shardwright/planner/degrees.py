@@ -126,10 +126,17 @@ def meshes(world_size: int, config: Config, *, most_tensor: int = 1) -> list[Mes
         if s == shard or shard == 1
         if s == 1 or t == tensor  # the runtime does not shard what ranks share already
     ]
+    found = [mesh for mesh in found if _divides_updates(mesh, config)]
     if not found:
         config.resolve_world(world_size)  # says what does not multiply
         raise ConfigError(f"no degrees fit {world_size} ranks and sharded_data_parallel_degree {shard}.")
     return found
+
+
+def _divides_updates(mesh: Mesh, config: Config) -> bool:
+    """Whether so many replicas as the settings say can share the optimizer's state."""
+    wanted = config.shard_optimizer_state
+    return isinstance(wanted, bool) or (mesh.data % wanted == 0 and wanted % mesh.shard == 0)
 
 
 def best_of_meshes(

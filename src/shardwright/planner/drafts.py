@@ -84,7 +84,7 @@ class Sharing:
             most_reduced=SHARDED_BUCKET_BYTES,
             on_host=hosts.count(hosts[0]),
             most_live=config.sdp_max_live_parameters,
-            updates=mesh.data // mesh.shard if config.shard_optimizer_state else 1,
+            updates=config.num_updating(mesh),
             low_precision=config.bf16 or config.fp16,
         )
 

@@ -40,6 +40,7 @@ class ProcessGroups:
         data: ranks that hold the same part of the model, one in each replica.
         shard: those of them that share its parameters.
         replica: those of them that have the same part of its parameters.
+        updating: those of `data`, or of `replica`, that share the optimizer's state.
         alone: this rank, where something needs a group of it; made when first asked for.
     """
 
@@ -51,6 +52,7 @@ class ProcessGroups:
     data: dist.ProcessGroup | None = None
     shard: dist.ProcessGroup | None = None
     replica: dist.ProcessGroup | None = None
+    updating: dist.ProcessGroup | None = None
     alone: dist.ProcessGroup | None = None
 
     def with_parts(self, num_ranks: int) -> dist.ProcessGroup | None:
@@ -246,17 +248,21 @@ class Context:
             self.groups.alone = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
         return self.groups.alone
 
-    def further_group(self, axes: Axes, *, use: str, backend: str | None = None) -> dist.ProcessGroup:
-        """A group of its own for a use.
+    def further_group(
+        self, axes: Axes, *, use: str, backend: str | None = None, size: int | None = None
+    ) -> dist.ProcessGroup:
+        """A group of its own for a use: of all ranks along these axes, or of so many neighbours.
 
         Collective over all ranks, which make all groups along these axes in the same order.
         """
         timeout_s = self.config.timeout_s
+        step = size or self.mesh.group_size(axes)
         made = {
             ranks: group_of(ranks, use=use, timeout_s=timeout_s, backend=backend)
-            for ranks in self.mesh.groups(axes)
+            for along in self.mesh.groups(axes)
+            for ranks in (along[at : at + step] for at in range(0, len(along), step))
         }
-        return made[self.mesh.group(axes, self.rank)]
+        return next(group for ranks, group in made.items() if self.rank in ranks)
 
     def from_all_ranks(self, fact: _T) -> list[_T]:
         """Tells all ranks a fact, of kinds that `codec` takes; collective over them."""

@@ -205,6 +205,11 @@ def _meet_replicas(made: Context) -> None:
         made.groups.shard = group("dp_shard", use="shards")
         if made.mesh.shard < made.mesh.data:
             made.groups.replica = group("dp_replicate", use="replicas of shards")
+    size = made.config.num_updating(made.mesh)
+    if size * made.mesh.shard == made.mesh.data:
+        made.groups.updating = made.groups.replica if made.mesh.shard > 1 else made.groups.data
+    elif size > 1:
+        made.groups.updating = group("dp_replicate", use="parts of updates", size=size)
 
 
 def _check_backend(wanted: str, device: torch.device) -> None:

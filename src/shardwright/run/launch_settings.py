@@ -81,8 +81,8 @@ def _object(variable: str, found: Any) -> Mapping[str, Any]:
     )
 
 
-# A plan that was made for one of these fits no model in float32.
-_PRECISION = ("bf16", "fp16")
+# What else a plan was made for: in float32, or with more of the optimizer's state, a model may not fit.
+_MADE_FOR = ("bf16", "fp16", "shard_optimizer_state")
 
 
 def following(plan: Plan, config: Config, *, warns: bool) -> Config:
@@ -101,6 +101,6 @@ def following(plan: Plan, config: Config, *, warns: bool) -> Config:
             "expert_parallel_degree": plan.mesh.expert,
             "microbatches": plan.schedule.microbatches,
             "placement_strategy": plan.mesh.placement_strategy,
-            **{key: plan.pins[key] for key in _PRECISION if plan.pins.get(key) and key not in config.pins},
+            **{key: plan.pins[key] for key in _MADE_FOR if plan.pins.get(key) and key not in config.pins},
         },
     )

@@ -227,12 +227,12 @@ SHARING = (
 
 
 @pytest.mark.parametrize(
-    ("settings", "optimizer"),
-    [(SHARING[1], "SGD"), (SHARING[2], "AdamW")],
+    ("settings", "optimizer", "over"),
+    [(SHARING[0], "AdamW", 2), (SHARING[1], "SGD", True), (SHARING[2], "AdamW", True)],
 )
-def test_replicas_share_the_optimizers_state(settings, optimizer):
-    """Also wider than the parameters, which are shared on each host alone."""
-    check(4, {**settings, "shard_optimizer_state": True}, optimizer, ranks_per_host=2, clip=0.5)
+def test_replicas_share_the_optimizers_state(settings, optimizer, over):
+    """Also wider than the parameters, which are shared on each host alone; or over a part of the replicas."""
+    check(4, {**settings, "shard_optimizer_state": over}, optimizer, ranks_per_host=2, clip=0.5)
 
 
 def optimizer_bytes(settings):

@@ -35,8 +35,8 @@ _MOST_FROZEN_BYTES = 8
 
 
 def runs_shards(kind: Sharded, *, shard: float, data: float) -> bool:
-    """Whether the runtime divides this among so many of the replicas: optimizer state among all of them."""
-    return kind in (Sharded.NOTHING, Sharded.PARAMETERS) or (kind == Sharded.OPTIMIZER and shard == data)
+    """Whether the runtime divides this among so many of the replicas."""
+    return kind == Sharded.NOTHING or (kind != Sharded.GRADIENTS and data % shard == 0)
 
 
 def runs_experts(options: Options, *, num_experts: int) -> Any:

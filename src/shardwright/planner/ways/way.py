@@ -276,7 +276,8 @@ class Way:
         if o.sharded == Sharded.PARAMETERS:
             found["sharded_data_parallel_degree"] = int(o.shard)
         elif o.sharded:
-            found["shard_optimizer_state"] = True
+            replicas = found["data_parallel_degree"]
+            found["shard_optimizer_state"] = True if o.shard == replicas else int(o.shard)
         if o.recompute == Recompute.FULL:
             found["activation_checkpointing"] = "auto" if o.kept_layers else "full"
         if o.offload == Offload.ACTIVATIONS:

@@ -134,7 +134,7 @@ def _kept_here(
     shape, spec = tuple(parameter.shape), shared_spec(model, parameter)
     sharded, boxes = sharded_of(model, parameter), boxes_of_update(model, parameter)
     if boxes is not None and value.shape == (sum(box.numel for box in boxes),):
-        have = _Have.SHARD_GROUP if sharded is None else _Have.NO_OTHER_REPLICA
+        have = _Have.SAME_RANGE if sharded is None else _Have.SAME_RANGE_OF_ROWS
         return Kept(value, shape, boxes, spec), have
     if sharded is not None and has_rows(optimizer, sharded, key, kept):
         return Kept(value, shape, (box_of_rows(sharded),), spec), _Have.SAME_ROWS
@@ -156,8 +156,8 @@ class _Have(Enum):
 
     ALL = "all of them: nothing is shared"
     SAME_ROWS = "those of other shard groups: ranks of a shard group have different rows"
-    SHARD_GROUP = "those of its shard group: replicas of it update different ranges"
-    NO_OTHER_REPLICA = "none: all have different ranges of different rows"
+    SAME_RANGE = "those of its shard group, in each of the groups that share updates"
+    SAME_RANGE_OF_ROWS = "one of each group that shares updates: of a shard group all have different rows"
 
 
 class _Turns:
@@ -167,12 +167,14 @@ class _Turns:
         run = script_run()
         mesh, data_rank = run.mesh, run.data_rank
         group, place = divmod(data_rank, mesh.shard)
+        of_updates = run.config.num_updating(mesh)
+        updating, num_updating = group // of_updates, mesh.data // mesh.shard // of_updates
         self._copy_of = run.copy_of
         self._replicas = {
             _Have.ALL: (data_rank, mesh.data),
             _Have.SAME_ROWS: (group, mesh.data // mesh.shard),
-            _Have.SHARD_GROUP: (place, mesh.shard),
-            _Have.NO_OTHER_REPLICA: (0, 1),
+            _Have.SAME_RANGE: (updating * mesh.shard + place, num_updating * mesh.shard),
+            _Have.SAME_RANGE_OF_ROWS: (updating, num_updating),
         }
         self._loads: dict[tuple[_Have, int], list[int]] = {}
 

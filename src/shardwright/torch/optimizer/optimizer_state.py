@@ -60,8 +60,8 @@ def part_of_state() -> dict[str, int]:
     current = context()
     data, shard = current.data_rank, current.mesh.shard
     part = {"shard": data % shard, "shards": shard}
-    if current.config.shard_optimizer_state:
-        part |= {"replica": data // shard, "replicas": current.mesh.data // shard}
+    if (num_updating := current.config.num_updating(current.mesh)) > 1:
+        part |= {"replica": data // shard % num_updating, "replicas": num_updating}
     if current.mesh.share > 1:
         part |= {"tensor": current.tensor_rank, "tensors": current.mesh.share}
     return part if shard > 1 or part.get("replicas", 1) > 1 else {}

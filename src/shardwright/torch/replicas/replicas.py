@@ -286,8 +286,7 @@ class Replicas:
 
 
 def _updated_parts(context: Context) -> UpdatedParts | None:
-    same_rows = context.groups.replica if context.mesh.shard > 1 else context.groups.data
-    group = same_rows if context.config.shard_optimizer_state else None
+    group = context.groups.updating
     in_float32 = low_precision(context.config) is not None
     home = torch.device("cpu") if updates_on_host(context) else None
     if group is None and not in_float32 and home is None:

@@ -83,7 +83,7 @@ def optimizer_state(run: ScriptRun, folder: Path, *, shared_too: bool) -> dict[s
 
 
 def _shares_state(run: ScriptRun) -> bool:
-    return run.config.shard_optimizer_state and run.mesh.data > 1
+    return bool(run.config.shard_optimizer_state) and run.mesh.data > 1
 
 
 def _model_file(run: ScriptRun) -> str:
