@@ -161,7 +161,7 @@ def test_a_search_ends_in_a_plan(capsys, tmp_path):
     assert "pipeline 2 (" in out
     assert f"shardwright run -n 2 --plan {output}" in err
     plan = Plan.read(output)
-    assert f"plan: {plan.schedule.kind}, {plan.schedule.microbatches} microbatch" in err
+    assert f"plan: {plan.schedule.kind}, {plan.schedule.microbatches} microbatch" in out
     assert (plan.mesh.pipeline, plan.mesh.data) == (2, 1)
     assert any(sentence.startswith("Searched: of ") for sentence in plan.why)
     assert call(capsys, "show", output)[0] == 0

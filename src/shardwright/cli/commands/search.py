@@ -10,6 +10,7 @@ import typer
 from shardwright.cli.asking.application import AsJson, BuildOn, print_json, say, show_text
 from shardwright.cli.asking.model import (
     DTYPE_HELP,
+    DTYPES,
     Machines,
     Output,
     check_output,
@@ -17,7 +18,7 @@ from shardwright.cli.asking.model import (
     model_of,
     write_plan,
 )
-from shardwright.errors import UsageError
+from shardwright.errors import PlanError, UsageError
 from shardwright.quantities import format_bytes, format_parameters, format_seconds
 from shardwright.text import align
 
@@ -169,26 +170,37 @@ def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: An
         check_output(output)
     answer, ideal = _answers(task, objective)
     plan = None
-    if output is not None and sample is not None:
-        plan = _plan_of(answer, sample)
+    if sample is not None and (output is not None or _is_of_a_run(task)):
+        try:
+            answer, plan = _planned(answer, sample)
+        except PlanError as error:
+            if output is not None:
+                raise
+            say(f"no plan can be made of these ways: {error}")
+    if plan is not None and output is not None:
         write_plan(plan, output)
     if as_json:
         ways = [way.to_dict() for way in answer.alternatives]
         print_json(
             {"best": answer.best.to_dict(), "alternatives": ways, "ways": answer.num_ways}
             | {"priced": answer.num_priced, "ideal": None if ideal is None else ideal.to_dict()}
+            | {"plan": None if plan is None else plan.model_dump(mode="json")}
         )
     else:
-        show_text(_text(task, answer, ideal, objective))
-    if plan is not None:
-        from shardwright.observe.plan_text import title_of
-
-        say(f"{title_of(plan)} (degrees from the ways above, the schedule from a simulation)")
+        show_text(_text(task, answer, ideal, objective, plan))
+    if plan is not None and output is not None:
         say(f"wrote {output}; run it: shardwright run -n {plan.mesh.world_size} --plan {output} train.py")
+
+
+def _is_of_a_run(task: "Task") -> bool:
+    """Whether a plan of the model as it is says the same of a step as the ways that are asked for."""
+    as_it_is = task.runtime == "shardwright" and task.dtype in DTYPES
+    return as_it_is and task.optimizer != "sgd" and task.trained == 1 and task.frozen_bytes is None
 
 
 def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
     """The answer with what one would operate today, and the best way of all where that is better."""
+    from shardwright.observe.console import Console
     from shardwright.planner.ways import largest_batch
     from shardwright.planner.ways import search as search_all
     from shardwright.planner.ways.search import widened
@@ -198,10 +210,11 @@ def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
             return largest_batch(task)
         return search_all(task, objective=objective)  # type: ignore[arg-type]
 
-    answer = widened(task, found)
-    if not answer.task.only_what_runs or objective == "batch":
-        return answer, None
-    ideal = found(replace(task, only_what_runs=False, operable=False)).best
+    with Console().phase("pricing ways"):
+        answer = widened(task, found)
+        if not answer.task.only_what_runs or objective == "batch":
+            return answer, None
+        ideal = found(replace(task, only_what_runs=False, operable=False)).best
     best = answer.best
     gains = {
         "speed": ideal.step_s / best.step_s,
@@ -210,8 +223,8 @@ def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
     return answer, ideal if gains[objective] < _FELT else None
 
 
-def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
-    """The best plan of the ways that a search has found for a model that is at hand."""
+def _planned(answer: "Answer", sample: "Sample") -> "tuple[Answer, Plan]":
+    """The plans of the best ways for a model that is at hand: the best of them, as a run makes it."""
     from shardwright.cli.asking.factory import advice_on_meta
     from shardwright.config import Config
     from shardwright.costs.run_cluster import cluster_of
@@ -239,9 +252,12 @@ def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
         return best_plan(answer, make, progress=lambda done, total: phase.update(done, total=total))
 
 
-def _text(asked: "Task", answer: "Answer", ideal: "Way | None", objective: str) -> str:
+def _text(
+    asked: "Task", answer: "Answer", ideal: "Way | None", objective: str, plan: "Plan | None" = None
+) -> str:
     from shardwright.costs import FLOAT8
-    from shardwright.planner.ways.answers import ideal_text, not_run_text, reasons
+    from shardwright.observe.plan_text import title_of
+    from shardwright.planner.ways.answers import ideal_text, not_run_text, reasons, seconds_of
 
     task, best = answer.task, answer.best
     size = f"{format_parameters(task.model.num_parameters)} parameters"
@@ -251,18 +267,27 @@ def _text(asked: "Task", answer: "Answer", ideal: "Way | None", objective: str) 
         f"{task.model.name}, {size}, on {task.machines.name} ({task.machines.num_ranks} ranks), "
         f"{task.batch} samples{of} a step"
     )
-    rate = f"{best.tokens_per_s:,.0f} {task.unit}/s, MFU {best.mfu:.0%}"
+    step_s = best.step_s if plan is None else seconds_of(plan)
+    faster = best.step_s / step_s
+    rate = f"{best.tokens_per_s * faster:,.0f} {task.unit}/s, MFU {best.mfu * faster:.0%}"
     if best.dollars_per_million_tokens is not None:
-        rate += f", {best.dollars_per_million_tokens:.3g} dollars a million {task.unit}"
+        rate += f", {best.dollars_per_million_tokens / faster:.3g} dollars a million {task.unit}"
     steps = [[name, format_seconds(s), f"{s / best.step_s:.0%}"] for name, s in best.waterfall]
     others = [] if ideal is None else [ideal]
     settings = ", ".join(f"{key}: {value}" for key, value in best.settings.items())
     parts = [
-        f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}\n{head}",
+        "\n".join(
+            [
+                best.title,
+                f"{format_seconds(step_s)} a step, {rate}",
+                *([] if plan is None else [title_of(plan)]),
+                head,
+            ]
+        ),
         align(steps),
         "\n".join(reasons(answer)),
         _ways_table(task, [best, *answer.alternatives, *others], ideal),
-        _LEGEND,
+        _LEGEND if plan is None else f"{_LEGEND}; steps by closed forms, the first one's plan by simulation",
     ]
     if ideal is not None:
         parts.append(ideal_text(best, ideal, objective=objective))

@@ -305,8 +305,8 @@ def best_plan(
     make: Callable[[int, Mapping[str, Any]], Plan],
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Plan:
-    """Plans the best ways that this version runs, and takes the plan with the shortest step."""
+) -> tuple[Answer, Plan]:
+    """Plans the best ways that this version runs, and puts the one with the shortest simulated step first."""
     ways = [way for way in (answer.best, *answer.alternatives) if not way.not_run_yet][:_NUM_PLANNED]
     if not ways:
         parts = " and ".join(answer.best.not_run_yet)
@@ -324,17 +324,21 @@ def best_plan(
         return (make(samples, settings_of(answer, way)),)
 
     survivors = plan_survivors(
-        ways, [way.step_s for way in ways], plans_of, seconds=lambda way, plan: _step_s(plan)
+        ways, [way.step_s for way in ways], plans_of, seconds=lambda way, plan: seconds_of(plan)
     )
     if not survivors.planned:
         raise survivors.failures[0]
     least = min(each.seconds for each in survivors.planned)
-    best = next(each for each in survivors.planned if each.seconds <= least * _NEAR_TIE)
+    near = [each for each in survivors.planned if each.seconds <= least * _NEAR_TIE]
+    best = min(near, key=lambda each: ways.index(each.candidate))  # the simplest, if closed forms say so
     why = (*best.plan.why, _reason(answer, best, survivors.planned))
-    return best.plan.model_copy(update={"why": why})
+    others = (way for way in (answer.best, *answer.alternatives) if way is not best.candidate)
+    first = replace(answer, best=best.candidate, alternatives=tuple(others))
+    return first, best.plan.model_copy(update={"why": why})
 
 
-def _step_s(plan: Plan) -> float:
+def seconds_of(plan: Plan) -> float:
+    """Seconds of a step of a plan, its update included, as ways have it."""
     assert plan.prediction is not None
     return plan.prediction.step_s + plan.prediction.update_s
 

@@ -101,6 +101,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _counted(head: nn.Linear, node: Node, tail: DividedTail, trace: Trace, sample: Sample) -> Node:
     """The node of a head, with what it keeps and takes together with its loss."""
     mode = new_fake_mode()
+    # A plan that is made without running the model has its parameters on the meta device.
+    device = next(item.device for item in sample.leaves if isinstance(item, Tensor))
 
     def fake(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -113,7 +115,7 @@ def _counted(head: nn.Linear, node: Node, tail: DividedTail, trace: Trace, sampl
             head.in_features,
             head.out_features,
             bias=head.bias is not None,
-            device=head.weight.device,
+            device=device,
             dtype=head.weight.dtype,
         )
         for name, parameter in own.named_parameters():

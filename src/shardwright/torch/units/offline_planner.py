@@ -33,6 +33,7 @@ from shardwright.quantities import format_bytes
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.parameters.parameter_kinds import cast_inputs, low_precision
 from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.tracing.working_memory import WorkingMemory
 from shardwright.torch.units.dry_run import OnAccelerators, in_precision, step_of, with_data
 from shardwright.torch.units.model_traces import most_stages, trace_parts
 from shardwright.torch.units.tensor_division import division_of
@@ -99,6 +100,7 @@ class OfflinePlanner:
         self._candidates: dict[tuple[int, bool], Candidates] = {}
         self._traces: dict[tuple[int, bool], Trace] = {}
         self._divisions: dict[tuple[int, int, int, TensorPrices, object], Division] = {}
+        self._memory: dict[str, WorkingMemory] = {}
 
     def plan(self, mesh: Mesh) -> Plan:
         return self._best_of(mesh, self._candidates_for(mesh))
@@ -216,6 +218,7 @@ class OfflinePlanner:
                     loss=self._loss,
                     config=self._config,
                     units=(pipeline, divides),
+                    memory=self._memory,
                     progress=self._progress,
                 )
         self._traces.setdefault((pipeline, divides), next(iter(traces.values())))

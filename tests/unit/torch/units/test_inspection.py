@@ -80,6 +80,27 @@ def cluster():
     return Cluster(device=device, ranks_per_node=2, intra_node=link, inter_node=link)
 
 
+def test_logits_of_a_model_without_data_are_computed_in_pieces():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(999, 8), nn.Linear(8, 999)
+
+        def forward(self, ids):
+            return nn.functional.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.flatten())
+
+    with torch.device("meta"):
+        model, ids = Words(), torch.zeros(8, 4, dtype=torch.long)
+    link = Link(latency_s=1e-6, bandwidth_Bps=1e9)
+    cluster = Cluster(device=Device(name="t"), ranks_per_node=2, intra_node=link, inter_node=link)
+    saved = {}
+    for chunks in ("off", 4):
+        config = Config(loss_chunks=chunks, microbatches=1, activation_checkpointing="none")
+        plan = plan_model(model, ids, config=config, world_size=2, cluster=cluster, loss=lambda loss: loss)
+        saved[chunks] = plan.prediction.stages[-1].saved_bytes
+    assert saved[4] < saved["off"]
+
+
 def test_buffers_on_the_meta_device_do_not_hinder_splitting():
     samples = on_meta(), (Rotated(), torch.zeros(8, 4))
     graph, with_data = [trace_model(model, x) for model, x in samples]
