@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.torch._private import generator_key
+from shardwright.torch._private.tensors import generator_key
 from shardwright.torch.pytorch.tree import Structure, flatten
 
 GeneratorState = tuple[Tensor | None, ...]

@@ -38,7 +38,7 @@ from shardwright.errors import PeerLostError, UsageError
 from shardwright.mesh import Axes
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.torch import sums_over_ranks
-from shardwright.torch._private import default_group
+from shardwright.torch._private.modules import default_group
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.modules import called_from, user_line

@@ -33,7 +33,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwright.torch._private import FakeTensor, attention_kernel, function_transforms_active
+from shardwright.torch._private.tensors import FakeTensor, attention_kernel, function_transforms_active
 from shardwright.torch.attention.blockwise import Seen, blockwise_attention
 
 _FUSED_ON_CPU = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import transforms_beside_hooks
+from shardwright.torch._private.modules import transforms_beside_hooks
 from shardwright.torch.backward.pending_logits import PendingLogits, whole_logits
 from shardwright.torch.backward.waiting_heads import no_head_waits, waits_for_loss
 from shardwright.torch.counting.cost_counter import CostCounter

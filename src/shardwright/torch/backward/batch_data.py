@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from shardwright.torch._private import TorchFunctionMode, storage_key
+from shardwright.torch._private.tensors import TorchFunctionMode, storage_key
 from shardwright.torch.interception.glue import refuse_gradient_inside_step
 from shardwright.torch.interception.step_code import in_step_code
 from shardwright.torch.pytorch.functions import OF_GRADIENT, is_metadata

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import backward_keeps_graph, outside_of_functions
+from shardwright.torch._private.modules import backward_keeps_graph
+from shardwright.torch._private.tensors import outside_of_functions
 
 RowFunction = Callable[[Tensor, Tensor | None], Tensor]
 """(logits (n, V), what belongs to these rows) -> a sum over them, or something for each row (n, *)."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.torch._private import TorchFunctionMode, fake_failures_unlogged, new_fake_mode
+from shardwright.torch._private.tensors import TorchFunctionMode, fake_failures_unlogged, new_fake_mode
 from shardwright.torch.backward.loss_terms import Neither, Reduction, Rows, Term, name_of_node
 from shardwright.torch.backward.loss_walk import LossWalk
 from shardwright.torch.interception.step_code import in_step_code

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardwright.torch._private import FakeTensor, saved_by
+from shardwright.torch._private.modules import saved_by
+from shardwright.torch._private.tensors import FakeTensor
 
 
 class Reduction(IntEnum):

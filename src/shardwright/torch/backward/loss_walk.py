@@ -7,12 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.torch._private import (
-    FakeTensor,
-    saved_by,
-    shape_behind,
-    unset_fake_temporarily,
-)
+from shardwright.torch._private.modules import saved_by, shape_behind
+from shardwright.torch._private.tensors import FakeTensor, unset_fake_temporarily
 from shardwright.torch.backward.loss_terms import (
     Flow,
     Neither,

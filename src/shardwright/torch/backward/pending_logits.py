@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import outside_of_modes
+from shardwright.torch._private.tensors import outside_of_modes
 from shardwright.torch.backward.pending_losses import LOSSES, Logits
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.functions import name_of

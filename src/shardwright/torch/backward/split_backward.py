@@ -23,12 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import (
-    FakeTensor,
-    backward_in_progress,
-    function_transforms_active,
-    gradient_is_wanted,
-)
+from shardwright.torch._private.modules import backward_in_progress, gradient_is_wanted
+from shardwright.torch._private.tensors import FakeTensor, function_transforms_active
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.parameters.parameter_kinds import gradient_dtype
 

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.after_import import after_import
-from shardwright.torch._private import (
-    FakeTensor,
-    backward_in_progress,
-    function_transforms_active,
-    outside_of_modes,
-    saved_tensor_hooks,
-)
+from shardwright.torch._private.modules import backward_in_progress, saved_tensor_hooks
+from shardwright.torch._private.tensors import FakeTensor, function_transforms_active, outside_of_modes
 from shardwright.torch.backward.pending_logits import PendingLogits, whole_logits
 from shardwright.torch.backward.pending_losses import Logits
 from shardwright.torch.pytorch.modules import user_line

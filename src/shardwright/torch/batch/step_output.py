@@ -14,7 +14,7 @@ from shardwright.errors import UsageError
 from shardwright.observe.timeline import Row
 from shardwright.run.step_recording import BatchRecord
 from shardwright.runtime.step_function import MicrobatchValues
-from shardwright.torch._private import storage_key
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 

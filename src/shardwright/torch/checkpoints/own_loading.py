@@ -14,7 +14,7 @@ from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError
 from shardwright.text import shortened
-from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch._private.modules import non_persistent_buffers
 from shardwright.torch.checkpoints.own_parts import (
     MASTER,
     box_of_rows,

@@ -24,7 +24,7 @@ from shardwright.checkpoint.saved import TensorPart
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError
-from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch._private.modules import non_persistent_buffers
 from shardwright.torch.checkpoints.state_dict_files import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer

@@ -24,7 +24,7 @@ from shardwright.observe.run_folder import hold, release, show_path
 from shardwright.plan import Plan
 from shardwright.run.joint_calls import call_together, first_cause_named, meet, on_every_rank
 from shardwright.run.saving import CheckpointDraft, SaveUnderWay, new_draft
-from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch._private.modules import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import StateObjects
 from shardwright.torch.checkpoints.snapshot import PLAN, RankDocument, StateDocument, take_snapshot
 from shardwright.torch.model.distributed_model import DistributedModel

@@ -32,7 +32,7 @@ from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.mesh import Mesh
 from shardwright.run.saving import RankSnapshot
-from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch._private.modules import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.own_parts import model_parts, optimizer_parts
 from shardwright.torch.checkpoints.state_dict_files import stored

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import compiler_of, hooks_of_every_module
+from shardwright.torch._private.modules import compiler_of, hooks_of_every_module
 from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.interception.unit_attributes import collects
 

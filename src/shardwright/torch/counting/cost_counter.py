@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwright.model_graph import Work
-from shardwright.torch._private import (
+from shardwright.torch._private.tensors import (
     FakeTensor,
     HigherOrderOperator,
     device_asked,

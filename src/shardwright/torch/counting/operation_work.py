@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import Node, Together, Work
-from shardwright.torch._private import generator_key
+from shardwright.torch._private.tensors import generator_key
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.functions import tensors_in
 from shardwright.torch.randomness import Draw, get_state, is_default

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwright.errors import TraceMismatchError
 from shardwright.runtime.action_loop import Messages
 from shardwright.runtime.homes import Crossing
-from shardwright.torch._private import run_backward
+from shardwright.torch._private.modules import run_backward
 from shardwright.torch.backward.split_backward import allow_split, count_uses, put_off_weights
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.microbatches.microbatch import Microbatch

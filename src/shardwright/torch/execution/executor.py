@@ -22,7 +22,7 @@ from shardwright.runtime.batch_schedules import (
 )
 from shardwright.runtime.homes import Crossing
 from shardwright.schedule import Kind
-from shardwright.torch._private import is_profiled
+from shardwright.torch._private.modules import is_profiled
 from shardwright.torch.backward.split_backward import allow_split
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.agreement import TrainedModel

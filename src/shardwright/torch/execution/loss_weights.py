@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import storage_key
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.backward.loss_reduction import LossForm, Reduction, form_of_loss
 from shardwright.torch.batch.batch import Batch

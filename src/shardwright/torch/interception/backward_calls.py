@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from shardwright.errors import TraceError, UsageError
-from shardwright.torch._private import goes_into_gradients
+from shardwright.torch._private.modules import goes_into_gradients
 from shardwright.torch.interception.glue import (
     active_handler,
     batch_is_running,

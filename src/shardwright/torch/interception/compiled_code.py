@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import compiler_is_used, put_compiler_stance
+from shardwright.torch._private.modules import compiler_is_used, put_compiler_stance
 from shardwright.torch.pytorch.modules import called_from, stacklevel_of_user
 
 _WHOLE_STEP = (

@@ -19,13 +19,12 @@ import greenlet
 import torch
 from torch import nn
 
-from shardwright.torch._private import (
+from shardwright.torch._private.modules import put_saved_tensor_hooks, take_saved_tensor_hooks
+from shardwright.torch._private.tensors import (
     TorchFunctionMode,
     function_mode_depth,
     pop_function_mode,
     push_function_mode,
-    put_saved_tensor_hooks,
-    take_saved_tensor_hooks,
 )
 from shardwright.torch.interception.glue import Handler, active_handler, has_units_inside, set_active_handler
 from shardwright.torch.interception.step_code import code_of_model, in_step_code

@@ -6,7 +6,7 @@ import torch
 
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import TensorSpec
-from shardwright.torch._private import disabled_torch_function, make_wrapper
+from shardwright.torch._private.tensors import disabled_torch_function, make_wrapper
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.interception.step_code import in_step_code
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import (
+from shardwright.torch._private.tensors import (
     TorchFunctionMode,
     function_mode_depth,
     pop_function_mode,

@@ -29,7 +29,8 @@ from torch.distributions import Distribution
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import BackwardHookFunction, FakeTensor, UnsupportedOperatorException
+from shardwright.torch._private.modules import BackwardHookFunction
+from shardwright.torch._private.tensors import FakeTensor, UnsupportedOperatorException
 from shardwright.torch.interception.backward_calls import backward_intercepted, tensor_backward_intercepted
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.pytorch.modules import user_line

@@ -18,7 +18,7 @@ from shardwright.cluster import Cluster, Link
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 from shardwright.schedule import Action
-from shardwright.torch._private import storage_key
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.offload.disk import DiskTier, disk_folder
 from shardwright.torch.offload.saved_storage import PinnedTier, Tier
 from shardwright.torch.offload.stage_offload import Leaving, StageOffload

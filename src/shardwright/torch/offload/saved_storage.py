@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.quantities import format_bytes
-from shardwright.torch._private import storage_key
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.pytorch.tensors import refuse_changed, version_of
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, specs_of, wrap
 from shardwright.torch.tensor_parallel.spec import Spec

@@ -23,14 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.schedule import Kind
-from shardwright.torch._private import (
-    StorageWeakRef,
+from shardwright.torch._private.modules import (
     gradient_transform_active,
+    saved_tensor_hooks,
+    transforms_beside_hooks,
+)
+from shardwright.torch._private.tensors import (
+    StorageWeakRef,
     has_storage,
     outside_of_functions,
-    saved_tensor_hooks,
     storage_key,
-    transforms_beside_hooks,
     weak_storage,
 )
 from shardwright.torch.offload.saved_storage import Copy, SavedStorage, SavedView, Tier

@@ -17,7 +17,7 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 from shardwright.run.joint_calls import first_cause_named
-from shardwright.torch._private import parameters_to_clip, replace_total_norm
+from shardwright.torch._private.modules import parameters_to_clip, replace_total_norm
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.parameters.sharded_tensor import own_part

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import disabled_torch_function, new_wrapper
+from shardwright.torch._private.tensors import disabled_torch_function, new_wrapper
 from shardwright.torch.pytorch.tree import map_tree
 
 BLOCK = 256

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 from shardwright.run.memory import large_blocks_given_back
-from shardwright.torch._private import storage_key
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.parameters.initialization_recording import DelayedTensor, InitializationRecording
 
 _RECORDINGS: list[InitializationRecording] = []

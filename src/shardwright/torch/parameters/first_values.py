@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import disabled_torch_function, make_wrapper, storage_key
+from shardwright.torch._private.tensors import disabled_torch_function, make_wrapper, storage_key
 from shardwright.torch.parameters.delayed_initialization import is_recorded
 from shardwright.torch.pytorch.functions import map_arguments, tensors_in, written_tensors
 from shardwright.torch.pytorch.tree import map_tree

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
-from shardwright.torch._private import put_in_place
+from shardwright.torch._private.tensors import put_in_place
 from shardwright.torch.parameters.residency import Residency, make_remote
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.functions import RELEASED

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place, storage_key
+from shardwright.torch._private.tensors import (
+    disabled_torch_function,
+    make_wrapper,
+    put_in_place,
+    storage_key,
+)
 from shardwright.torch.pytorch.functions import written_arguments
 from shardwright.torch.pytorch.tree import leaves, map_tree
 

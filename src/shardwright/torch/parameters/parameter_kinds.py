@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shardwright.config import Config
 from shardwright.errors import UsageError
-from shardwright.torch._private import put_in_place
+from shardwright.torch._private.tensors import put_in_place
 from shardwright.torch.parameters.delayed_initialization import cast_recorded
 from shardwright.torch.pytorch.functions import RELEASED
 from shardwright.torch.pytorch.tree import map_tree

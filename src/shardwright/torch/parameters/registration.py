@@ -21,7 +21,7 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
-from shardwright.torch._private import non_persistent_buffers_of
+from shardwright.torch._private.modules import non_persistent_buffers_of
 
 
 class WrappedOptimizer(Protocol):

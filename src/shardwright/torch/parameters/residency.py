@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph
-from shardwright.torch._private import (
+from shardwright.torch._private.tensors import (
     disabled_torch_function,
     has_storage,
     make_wrapper,

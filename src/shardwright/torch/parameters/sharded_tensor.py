@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.placement import Placement
-from shardwright.torch._private import (
+from shardwright.torch._private.tensors import (
     disabled_torch_function,
     dtensor_of,
     make_wrapper,

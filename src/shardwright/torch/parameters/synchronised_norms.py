@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from shardwright.comm.collectives.backend import normalised_over_ranks
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
-from shardwright.torch._private import PlainBatchNorm, function_mode_depth
+from shardwright.torch._private.modules import PlainBatchNorm
+from shardwright.torch._private.tensors import function_mode_depth
 from shardwright.torch.pytorch.modules import all_modules
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch._private.tensors import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.python_state.snapshot import DICTIONARIES, Snapshot, is_of_a_library, walk
 from shardwright.torch.python_state.watched_numbers import WatchedNumber

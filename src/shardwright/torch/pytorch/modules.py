@@ -26,7 +26,7 @@ from torch import nn
 from torch.profiler import record_function
 
 import shardwright
-from shardwright.torch._private import is_profiled
+from shardwright.torch._private.modules import is_profiled
 
 _NOT_THE_USERS = ("torch.", "shardwright.", "smdistributed.", "contextlib")
 

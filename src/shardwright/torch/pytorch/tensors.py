@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.comm._private import uses_gpus
 from shardwright.errors import TraceError
-from shardwright.torch._private import TorchFunctionMode
+from shardwright.torch._private.tensors import TorchFunctionMode
 
 Order = tuple[int, ...]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.placement import ShardLayout
-from shardwright.torch._private import flattened, unflattened
+from shardwright.torch._private.tensors import flattened, unflattened
 from shardwright.torch.parameters.parameter_kinds import gradient_dtype
 from shardwright.torch.tensor_parallel.divide import divided_alike, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import has_storage, outside_of_functions, storage_key
+from shardwright.torch._private.tensors import has_storage, outside_of_functions, storage_key
 from shardwright.torch.pytorch.tensors import KeptTensor
 from shardwright.torch.sharding.shard_memory import ShardMemory, Wait
 from shardwright.torch.sharding.sharded_parameter import AbsentParameter, Bring, ShardedParameter

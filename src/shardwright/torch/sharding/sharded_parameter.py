@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import dtensor_of, put_in_place, spec_like, without_subclass_functions
+from shardwright.torch._private.tensors import dtensor_of, put_in_place, spec_like, without_subclass_functions
 from shardwright.torch.parameters.parameter_kinds import gradient_dtype, set_gradient_dtype
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.functions import OF_GRADIENT, is_metadata

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
-from shardwright.torch._private import outside_of_functions
+from shardwright.torch._private.tensors import outside_of_functions
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.parameters.delayed_initialization import recorded_values
 from shardwright.torch.parameters.parameter_kinds import watch_parameters

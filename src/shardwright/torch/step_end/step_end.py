@@ -35,7 +35,8 @@ from shardwright.errors import NonFiniteError, ShardwrightError
 from shardwright.observe.timeline import Row
 from shardwright.run.context import Context
 from shardwright.run.reporting import Reporter
-from shardwright.torch._private import norms_of, values_of_sparse
+from shardwright.torch._private.modules import norms_of
+from shardwright.torch._private.tensors import values_of_sparse
 from shardwright.torch.attention.hugging_face import attention_table
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import BatchResult, Figures

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, PartialSum, Placement
-from shardwright.torch._private import memory_of
+from shardwright.torch._private.tensors import memory_of
 from shardwright.torch.pytorch.functions import tensors_in
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,

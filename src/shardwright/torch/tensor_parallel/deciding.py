@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import UsageError
 from shardwright.placement import PARTIAL_SUM, WHOLE, PartialSum, Whole
-from shardwright.torch._private import FakeTensor, change_shape_only, is_composite, new_fake_mode
+from shardwright.torch._private.tensors import FakeTensor, change_shape_only, is_composite, new_fake_mode
 from shardwright.torch.pytorch.functions import (
     map_arguments,
     one_by_one,

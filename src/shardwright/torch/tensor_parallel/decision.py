@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
-from shardwright.torch._private import memory_of, packed_call
+from shardwright.torch._private.tensors import memory_of, packed_call
 from shardwright.torch.tensor_parallel.call import Call, Candidate, map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,

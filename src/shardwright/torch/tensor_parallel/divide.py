@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.boxes import Box
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
-from shardwright.torch._private import memory_of, put_in_place
+from shardwright.torch._private.tensors import memory_of, put_in_place
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,

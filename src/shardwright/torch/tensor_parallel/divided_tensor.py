@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, Placement, Whole
-from shardwright.torch._private import disabled_torch_function, new_wrapper
+from shardwright.torch._private.tensors import disabled_torch_function, new_wrapper
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import moved_parts, narrowed, replaced
 from shardwright.torch.tensor_parallel.spec import Spec, dense_strides, is_dense, local_shape, spec_of

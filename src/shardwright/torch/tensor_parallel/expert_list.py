@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
-from shardwright.torch._private import fake_mode_is_active, new_fake_mode, unset_fake_temporarily
+from shardwright.torch._private.tensors import fake_mode_is_active, new_fake_mode, unset_fake_temporarily
 from shardwright.torch.pytorch.tree import Structure, flatten, map_tree
 from shardwright.torch.tensor_parallel.call import name_of
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, placement_of, whole

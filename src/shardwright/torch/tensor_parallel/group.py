@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwright.comm._private import all_gather_single
 from shardwright.placement import BetweenUnits, Cut, Placement, Whole
-from shardwright.torch._private import StorageWeakRef, memory_of
+from shardwright.torch._private.tensors import StorageWeakRef, memory_of
 from shardwright.torch.tensor_parallel.spec import Transfer, transfer
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import WHOLE, Cut, PartialSum, Whole
-from shardwright.torch._private import memory_of
+from shardwright.torch._private.tensors import memory_of
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     all_parts,

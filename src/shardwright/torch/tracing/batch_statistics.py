@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwright.errors import TraceError
 from shardwright.planner import statistics_are_split
-from shardwright.torch._private import BatchNormBase
+from shardwright.torch._private.modules import BatchNormBase
 from shardwright.torch.batch.batch import Batch
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import Node, Together
-from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch._private.tensors import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import REMEDY, DeferredTensor
 from shardwright.torch.python_state.shared_state import SharedState
 from shardwright.torch.pytorch.functions import tensors_in

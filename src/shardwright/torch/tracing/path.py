@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch._private.tensors import FakeTensor, storage_key
 from shardwright.torch.pytorch.tensors import AutocastState, autocast_as, autocast_state
 from shardwright.torch.pytorch.tree import Structure, leaves
 

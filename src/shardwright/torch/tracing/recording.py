@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.traced import TensorFacts
-from shardwright.torch._private import num_hooks_registered, storage_key
+from shardwright.torch._private.modules import num_hooks_registered
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.counting.cost_counter import cost_class
 from shardwright.torch.counting.operation_work import TracedDraws
 from shardwright.torch.interception.deferred import DeferredTensor

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.model_graph import Node, Together
-from shardwright.torch._private import storage_key
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tracing.trace_data import Step
 from shardwright.torch.tracing.traced_values import TracedValues

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError
-from shardwright.torch._private import (
-    fake_failures_unlogged,
+from shardwright.torch._private.modules import (
     num_hooks_registered,
     put_parametrization_cache,
     transforms_beside_hooks,
 )
+from shardwright.torch._private.tensors import fake_failures_unlogged
 from shardwright.torch.batch.batch import is_batch_tensor
 from shardwright.torch.counting.compiled_modules import hooks_of
 from shardwright.torch.counting.stand_in_data import LentTensors, OpenModules

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError, UsageError
 from shardwright.model_graph import Node, Together, Value
-from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch._private.tensors import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.python_state.shared_state import Filled
 from shardwright.torch.pytorch.modules import outermost_checkpoint, user_line

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.model_graph import Node
 from shardwright.runtime.traced import Change, View
-from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch._private.tensors import FakeTensor, storage_key
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.python_state.shared_state import Containers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import TraceError
-from shardwright.torch._private import FAKE_FAILURES
+from shardwright.torch._private.tensors import FAKE_FAILURES
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.counting.operation_work import TracedDraws
 from shardwright.torch.counting.stand_in_data import copy_of_module, random_like

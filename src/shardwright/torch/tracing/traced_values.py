@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.model_graph import TensorSpec
-from shardwright.torch._private import FakeTensor, new_fake_mode, storage_key
+from shardwright.torch._private.tensors import FakeTensor, new_fake_mode, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor, spec_of
 from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.pytorch.tree import Structure, leaves

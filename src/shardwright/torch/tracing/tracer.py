@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, Together
-from shardwright.torch._private import gradient_transform_active, storage_key
+from shardwright.torch._private.modules import gradient_transform_active
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.backward.loss_reduction import LossForm, Shadows, form_of_loss
 from shardwright.torch.interception.backward_calls import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError, TraceError
 from shardwright.model_graph import Unit
-from shardwright.torch._private import HigherOrderOperator
+from shardwright.torch._private.tensors import HigherOrderOperator
 from shardwright.torch.counting.cost_counter import CostCounter, class_key
 from shardwright.torch.interception.backward_calls import refuse_gradient_of
 from shardwright.torch.interception.deferred import REMEDY, REMEDY_IN_HOOK

@@ -23,12 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.torch._private import (
-    device_asked,
-    put_saved_tensor_hooks,
-    storage_key,
-    take_saved_tensor_hooks,
-)
+from shardwright.torch._private.modules import put_saved_tensor_hooks, take_saved_tensor_hooks
+from shardwright.torch._private.tensors import device_asked, storage_key
 from shardwright.torch.backward.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.counting.cost_counter import Watch

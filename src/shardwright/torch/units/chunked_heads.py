@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model_graph import Node
-from shardwright.torch._private import fake_mode_is_active, new_fake_mode
+from shardwright.torch._private.tensors import fake_mode_is_active, new_fake_mode
 from shardwright.torch.backward.waiting_heads import heads_may_wait, mark_heads, wait_like, waiting_head
 from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.counting.cost_counter import CostCounter

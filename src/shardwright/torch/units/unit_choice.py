@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.errors import TraceError
-from shardwright.torch._private import function_transforms_active
+from shardwright.torch._private.tensors import function_transforms_active
 from shardwright.torch.pytorch.modules import custom_function_call, frames_up_to, is_running, user_line
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.torch._private import attention_kernel, new_fake_mode
+from shardwright.torch._private.tensors import attention_kernel, new_fake_mode
 from shardwright.torch.attention import kernels
 from shardwright.torch.attention.blockwise import Seen
 from shardwright.torch.attention.kernels import Attention, Choice, attend, choose

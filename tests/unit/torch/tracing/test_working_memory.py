@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.torch._private import new_fake_mode
+from shardwright.torch._private.tensors import new_fake_mode
 from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.interception.library_code import patched_backward

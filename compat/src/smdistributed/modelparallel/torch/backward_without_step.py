@@ -18,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import backward_in_progress, behind_inner_backward, call_after_backward
+from shardwright.torch._private.modules import (
+    backward_in_progress,
+    behind_inner_backward,
+    call_after_backward,
+)
 from shardwright.torch.pytorch.modules import user_line
 from smdistributed.modelparallel.torch.state_mod import current_run
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch._private import put_parametrization_cache
+from shardwright.torch._private.modules import put_parametrization_cache
 from shardwright.torch.program.program import Program
 from shardwright.torch.python_state.attribute_use import AttributeUse
 from shardwright.torch.python_state.snapshot import SlotContent

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch._private import storage_key
+from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.step_code import assumed_loss
 from shardwright.torch.program.instructions import Instruction, Place

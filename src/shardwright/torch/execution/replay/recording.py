@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch._private import (
-    attention_kernels_allowed,
-    function_mode_depth,
-    num_parametrization_caches,
-    saved_tensor_hooks,
-)
+from shardwright.torch._private.modules import num_parametrization_caches, saved_tensor_hooks
+from shardwright.torch._private.tensors import attention_kernels_allowed, function_mode_depth
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches
 from shardwright.torch.execution.replay.flat_calls import CodeWatch

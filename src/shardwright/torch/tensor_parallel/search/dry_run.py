@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement, Whole
-from shardwright.torch._private import memory_of, transforms_beside_hooks
+from shardwright.torch._private.modules import transforms_beside_hooks
+from shardwright.torch._private.tensors import memory_of
 from shardwright.torch.pytorch.tensors import AutocastState, autocast_as
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.boundary import Boundary

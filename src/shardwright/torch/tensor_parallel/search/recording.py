@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.placement import BetweenUnits
-from shardwright.torch._private import FAKE_FAILURES, memory_of
+from shardwright.torch._private.tensors import FAKE_FAILURES, memory_of
 from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.tensor_parallel.call import name_of, tensors_of
 from shardwright.torch.tensor_parallel.deciding import decide

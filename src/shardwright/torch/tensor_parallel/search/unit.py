@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.placement import Cut, Placement
-from shardwright.torch._private import FakeTensor, new_fake_mode, unset_fake_temporarily
+from shardwright.torch._private.tensors import FakeTensor, new_fake_mode, unset_fake_temporarily
 from shardwright.torch.pytorch.tensors import copy_of_object
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.deciding import GroupedProductsOfAllTypes

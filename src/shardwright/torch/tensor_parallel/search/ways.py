@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement, Whole
-from shardwright.torch._private import FAKE_FAILURES
+from shardwright.torch._private.tensors import FAKE_FAILURES
 from shardwright.torch.tensor_parallel.call import Call, Candidate, Input
 from shardwright.torch.tensor_parallel.deciding import choose
 from shardwright.torch.tensor_parallel.decision import Decision, returned_arguments

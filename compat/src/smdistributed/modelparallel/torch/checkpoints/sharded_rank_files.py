@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.errors import CorruptCheckpointError
-from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch._private.modules import non_persistent_buffers
 from shardwright.torch.startup import ScriptRun
 from shardwright.torch.tensor_parallel.divided_tensor import whole as whole_of
 from smdistributed.modelparallel.comm import allgather
