@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from live_bytes import HeapBytes
 from models import Task, conv_net, gpt
-from shardwright.cli.asking.measuring_ranks import Training, measure_here, traceless
+from shardwright.cli.asking.factory import Sample
+from shardwright.cli.asking.measuring_ranks import measured
 from shardwright.config import Config
 from shardwright.errors import PlanError
+from shardwright.mesh import Mesh
 from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan
-from shardwright.planner import meshes
+from shardwright.planner import meshes, microbatch_counts
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.run.context import context
 from shardwright.run.joining import shutdown
 from shardwright.torch.model.distributed_model import DistributedModel
@@ -35,6 +38,7 @@ from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.startup import begin
 from shardwright.torch.step_function import step
 from shardwright.torch.units.dry_run import loss_of, with_data
+from shardwright.torch.units.offline_planner import OfflinePlanner
 from shardwright_side import Ours
 
 __all__ = ["TASKS", "all_tried", "predicted_and_measured", "predicted_and_used_bytes"]
@@ -127,17 +131,22 @@ def all_tried(task: str, steps: int, rounds: int) -> list[tuple[str, float, list
         For each, its name and the seconds for a batch of a replica: predicted, and measured in every round.
     """
     trained, config = TASKS[task], Config()
-    training = Training(build=lambda: _WithLoss(trained), arguments=(trained.batch(), {}))
-    measured = measure_here(training, config=config)
+
+    def make() -> Sample:
+        return Sample(_WithLoss(trained), trained.batch(), {}, None)
+
+    profile = measured(make, config)
     grids = meshes(dist.get_world_size(), config, most_tensor=int(os.environ["LOCAL_WORLD_SIZE"]))
-    plans: list[Any] = [sorted(_plans(grids, measured), key=lambda p: p.prediction.step_s / p.mesh.data)]
+    plans: list[Any] = [
+        sorted(_plans(grids, make(), profile), key=lambda p: p.prediction.step_s / p.mesh.data)
+    ]
     dist.broadcast_object_list(plans, src=0)
     (plans,) = plans
     found: list[list[float]] = [[] for _ in plans]
 
     def go(numbers: Iterable[int], title: str) -> None:
         for number in numbers:
-            seconds = try_plan(training, plans[number], config=config, steps=steps, title=title)
+            seconds = try_plan(make, plans[number], config=config, steps=steps, title=title)
             found[number].append(seconds / plans[number].mesh.data)
 
     go(range(len(plans)), "trying")
@@ -172,36 +181,46 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _plans(grids: Iterable[Any], measured: Any) -> Iterator[Any]:
+def _plans(grids: Iterable[Mesh], sample: Sample, profile: MeasuredProfile) -> Iterator[Plan]:
+    """The plan of each grid for each number of microbatches that has one."""
+    samples = sample.args[0].shape[0]
     for grid in grids:
-        with suppress(PlanError):
-            yield from measured.plans(grid)
+        for count in microbatch_counts(samples, config=Config(), pipeline=grid.pipeline):
+            planner = OfflinePlanner(
+                sample.model,
+                (sample.args, sample.kwargs),
+                config=Config.parse({"microbatches": count}),
+                cluster=profile.cluster,
+                measured=profile,
+            )
+            with suppress(PlanError):
+                yield planner.plan(grid)
 
 
 _QUIET = "SHARDWRIGHT_QUIET"
 _WARM_UP_STEPS = 2
 
 
-def try_plan(training: Training, plan: Plan, *, config: Config, steps: int, title: str) -> float:
+def try_plan(make: Callable[[], Sample], plan: Plan, *, config: Config, steps: int, title: str) -> float:
     """Runs a plan for some steps; collective over all ranks, without a run."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(prints=is_first)
     with console.phase(f"{title}: {title_of(plan)}") as phase, _silence():
-        begin(traceless(config), plan)
+        begin(Config.merge(config, {"run_dir": "off", "log_interval": 10**9}), plan)
         try:
-            return _timed(training, steps, phase)
+            return _timed(make(), steps, phase)
         finally:
             shutdown()
 
 
-def _timed(training: Training, steps: int, phase: Phase) -> float:
+def _timed(sample: Sample, steps: int, phase: Phase) -> float:
     device = context().device
-    model = DistributedModel(training.build())
-    args, kwargs = with_data(training.arguments, "cpu")
+    model = DistributedModel(sample.model)
+    args, kwargs = with_data((sample.args, sample.kwargs), "cpu")
 
     @step
     def trial_step(model: DistributedModel, *args: object, **kwargs: object) -> Tensor:
-        value = loss_of(model(*args, **kwargs), training.loss)
+        value = loss_of(model(*args, **kwargs), sample.loss)
         model.backward(value)
         return value
 

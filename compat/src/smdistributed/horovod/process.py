@@ -1,5 +1,6 @@
 """What Horovod says of the processes: the same for every framework."""
 
+from collections.abc import Callable
 from typing import Any
 
 from smdistributed.dataparallel import data_ranks as _ranks
@@ -73,41 +74,10 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     return _ranks.data_ranks().objects(obj)
 
 
-def gloo_built(*_: Any) -> bool:
-    """Collectives work without MPI and NCCL."""
-    return True
+def _says(answer: bool) -> Callable[..., bool]:
+    return lambda *_: answer
 
 
-def gloo_enabled() -> bool:
-    """Collectives work without MPI and NCCL."""
-    return True
-
-
-def mpi_built(*_: Any) -> bool:
-    """No: MPI may start the ranks, and carries nothing."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """No, as `mpi_built`."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """No, as `mpi_built`."""
-    return False
-
-
-def nccl_built(*_: Any) -> bool:
-    """No: Horovod's own use of NCCL is not here."""
-    return False
-
-
-def cuda_built(*_: Any) -> bool:
-    """No, as `nccl_built`."""
-    return False
-
-
-def rocm_built(*_: Any) -> bool:
-    """No, as `nccl_built`."""
-    return False
+# Collectives work without MPI, which may start the ranks and carries nothing, and without Horovod's own NCCL.
+gloo_built = gloo_enabled = _says(True)
+mpi_built = mpi_enabled = mpi_threads_supported = nccl_built = cuda_built = rocm_built = _says(False)

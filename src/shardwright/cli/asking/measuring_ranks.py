@@ -5,15 +5,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from shardwright.cli.asking.application import say
-from shardwright.cli.asking.factory import build
+from shardwright.cli.asking.factory import Sample, build
 from shardwright.cli.asking.on_ranks import Order
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError
@@ -25,90 +22,61 @@ from shardwright.run.context import context
 from shardwright.run.joining import shutdown
 from shardwright.run.machine import present_cluster
 from shardwright.run.profiler import Profiler, ToProfile
-from shardwright.torch.batch.batch import Arguments, Batch
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.device_rates import update_costs
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.measure import on_copies
 from shardwright.torch.offload.offloading import with_tier
 from shardwright.torch.startup import begin
 from shardwright.torch.units.dry_run import with_data
-from shardwright.torch.units.offline_planner import OfflinePlanner, counts_of, traces_of
+from shardwright.torch.units.offline_planner import counts_of, traces_of
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The training to plan.
-
-    Attributes:
-        build: makes the model, the same on every rank.
-        loss: makes one number of what the model returns; None as for `shardwright.torch.trace_model`.
-    """
-
-    build: Callable[[], nn.Module]
-    arguments: Arguments
-    loss: Callable[[Any], Tensor] | None = None
-
-
-def measure_here(training: Training, *, config: Config) -> OfflinePlanner:
-    """Times the model of a training on the present machines; collective over all ranks, without a run."""
-    with _run_of_one_pipeline(config):
-        return _measured(training, config)
-
-
-def _measured(training: Training, config: Config) -> OfflinePlanner:
-    """Times the units of a model; collective over all ranks, in a run of one pipeline.
+def measured(make: Callable[[], Sample], config: Config) -> MeasuredProfile:
+    """Times the units of a model on the present machines; collective over all ranks, without a run.
 
     ::
 
         for each number of pipeline ranks:  units ─► traces, one for each number of microbatches ─┐
                                                                                                   ▼
-                                    `OfflinePlanner` ◄── their costs ◄── all units, timed together
+                                         the profile ◄── their costs ◄── all units, timed together
     """
-    run, model = context(), training.build()
-    assert run.reporter is not None
-    arguments = with_data(training.arguments, "cpu")
-    batch = Batch(arguments).to(run.device)
-    kinds = sorted({(mesh.pipeline, mesh.share > 1) for mesh in _grids(config)})
-    with run.reporter.phase("tracing the model"):
-        traces = {
-            kind: traces_of(
-                model,
-                batch,
-                counts_of(batch, config=config, pipeline=kind[0]),
-                loss=training.loss,
-                config=config,
-                units=kind,
-                device=run.device,
-                memory={},
-            )
-            for kind in kinds
-        }
-    cluster = with_host_costs(run, with_tier(run, present_cluster(run, update_costs)))
-    with run.reporter.phase("measuring units") as phase:
-        sizes = [
-            ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))
-            for of_pipeline in traces.values()
-            for m, trace in of_pipeline.items()
-        ]
-        # Each way to cut the model into units has classes of its own.
-        budget_s = run.config.measure_s * len(kinds)
-        costs = Profiler(run, time_class=on_copies(run)).measure(sizes, budget_s=budget_s, phase=phase)
-    profile = MeasuredProfile(
-        fingerprint=sizes[0].trace.graph.model_fingerprint,
-        costs={**{key: cost for size in sizes for key, cost in size.estimated.costs.items()}, **costs},
-        cluster=cluster,
-        num_ranks=run.mesh.world_size,
-        when=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
-    )
-    return OfflinePlanner(
-        model,
-        arguments,
-        config=config,
-        cluster=cluster,
-        measured=profile,
-        loss=training.loss,
-        traces=traces,
-    )
+    with _run_of_one_pipeline(config):
+        run, sample = context(), make()
+        assert run.reporter is not None
+        batch = Batch(with_data((sample.args, sample.kwargs), "cpu")).to(run.device)
+        kinds = sorted({(mesh.pipeline, mesh.share > 1) for mesh in _grids(config)})
+        with run.reporter.phase("tracing the model"):
+            traces = {
+                kind: traces_of(
+                    sample.model,
+                    batch,
+                    counts_of(batch, config=config, pipeline=kind[0]),
+                    loss=sample.loss,
+                    config=config,
+                    units=kind,
+                    device=run.device,
+                    memory={},
+                )
+                for kind in kinds
+            }
+        cluster = with_host_costs(run, with_tier(run, present_cluster(run, update_costs)))
+        with run.reporter.phase("measuring units") as phase:
+            sizes = [
+                ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))
+                for of_pipeline in traces.values()
+                for m, trace in of_pipeline.items()
+            ]
+            # Each way to cut the model into units has classes of its own.
+            budget_s = run.config.measure_s * len(kinds)
+            costs = Profiler(run, time_class=on_copies(run)).measure(sizes, budget_s=budget_s, phase=phase)
+        return MeasuredProfile(
+            fingerprint=sizes[0].trace.graph.model_fingerprint,
+            costs={**{key: cost for size in sizes for key, cost in size.estimated.costs.items()}, **costs},
+            cluster=cluster,
+            num_ranks=run.mesh.world_size,
+            when=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
+        )
 
 
 def _grids(config: Config) -> list[Mesh]:
@@ -128,26 +96,12 @@ def _run_of_one_pipeline(config: Config) -> Iterator[None]:
         "expert_parallel_degree": 1,
         "sharded_data_parallel_degree": 1,
     }
-    begin(traceless(config).model_copy(update=degrees), None)
+    quiet = Config.merge(config, {"run_dir": "off", "log_interval": 10**9})
+    begin(quiet.model_copy(update=degrees), None)
     try:
         yield
     finally:
         shutdown()
-
-
-def traceless(config: Config) -> Config:
-    """Settings of a run that leaves nothing behind."""
-    return Config.merge(config, {"run_dir": "off", "log_interval": 10**9})
-
-
-def _training(order: Order) -> Training:
-    """The training that the factory builds."""
-    sample = build(order.factory, device=order.build_on)
-    return Training(
-        build=lambda: build(order.factory, device=order.build_on).model,
-        arguments=(sample.args, sample.kwargs),
-        loss=sample.loss,
-    )
 
 
 def main() -> None:
@@ -161,9 +115,10 @@ def main() -> None:
 
 
 def _do(order: Order) -> None:
-    measured = measure_here(_training(order), config=Config.parse(order.settings)).measured
-    if measured is not None and os.environ.get("RANK", "0") == "0":
-        measured.write(Path(order.out))
+    config = Config.parse(order.settings)
+    found = measured(lambda: build(order.factory, device=order.build_on), config)
+    if os.environ.get("RANK", "0") == "0":
+        found.write(Path(order.out))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Plans a model for any grid of ranks, without running it: from estimated costs, or from measured ones."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,6 @@ from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     Candidates,
     best_of_meshes,
-    count_groups,
     estimate_profile,
     make_plan,
     meshes,
@@ -87,7 +86,6 @@ class OfflinePlanner:
         measured: MeasuredProfile | None = None,
         loss: Callable[[Any], Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
-        traces: Mapping[tuple[int, bool], Mapping[int, Trace]] | None = None,
     ):
         self._model = model
         self._batch = Batch(arguments)
@@ -96,7 +94,6 @@ class OfflinePlanner:
         self.measured = measured
         self._loss = loss
         self._progress = progress
-        self._made = traces or {}
         self._candidates: dict[tuple[int, bool], Candidates] = {}
         self._traces: dict[tuple[int, bool], Trace] = {}
         self._divisions: dict[tuple[int, int, int, TensorPrices, object], Division] = {}
@@ -104,21 +101,6 @@ class OfflinePlanner:
 
     def plan(self, mesh: Mesh) -> Plan:
         return self._best_of(mesh, self._candidates_for(mesh))
-
-    def plans(self, mesh: Mesh) -> list[Plan]:
-        """The best plan of one grid for each number of microbatches that has one."""
-        candidates = self._candidates_for(mesh)
-        failures: list[PlanError] = []
-        for counts in count_groups(candidates, sorted(candidates), config=self._config):
-            found = []
-            for number in counts:
-                try:
-                    found.append(self._best_of(mesh, {number: candidates[number]}))
-                except PlanError as error:
-                    failures.append(error)
-            if found:
-                return found
-        raise failures[-1]
 
     def _candidates_for(self, mesh: Mesh) -> Candidates:
         units = mesh.pipeline, mesh.share > 1
@@ -208,19 +190,17 @@ class OfflinePlanner:
         self, pipeline: int, counts: Sequence[int], *, divides: bool = False
     ) -> dict[int, ModelGraph]:
         """The model in units for so many pipeline ranks, for each number of microbatches."""
-        traces = self._made.get((pipeline, divides))
-        if traces is None:
-            with nullcontext() if self._cluster.cores_per_node else OnAccelerators():
-                traces = traces_of(
-                    self._model,
-                    self._batch,
-                    counts,
-                    loss=self._loss,
-                    config=self._config,
-                    units=(pipeline, divides),
-                    memory=self._memory,
-                    progress=self._progress,
-                )
+        with nullcontext() if self._cluster.cores_per_node else OnAccelerators():
+            traces = traces_of(
+                self._model,
+                self._batch,
+                counts,
+                loss=self._loss,
+                config=self._config,
+                units=(pipeline, divides),
+                memory=self._memory,
+                progress=self._progress,
+            )
         self._traces.setdefault((pipeline, divides), next(iter(traces.values())))
         return {m: traces[m].graph for m in counts if m in traces}
 
