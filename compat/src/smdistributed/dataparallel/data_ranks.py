@@ -20,18 +20,6 @@ from shardwright.comm.transport import sums_over
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 
-__all__ = [
-    "DataRanks",
-    "data_ranks",
-    "have_joined",
-    "join",
-    "leave",
-    "local_rank",
-    "local_size",
-    "rank",
-    "size",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class DataRanks:

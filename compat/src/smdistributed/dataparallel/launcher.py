@@ -8,8 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def main(words: Sequence[str] | None = None) -> None:
     """Becomes the command behind the options: ``smddpmprun -i ml.p4d.24xlarge --allow-bypass python ...``."""

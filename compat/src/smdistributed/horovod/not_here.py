@@ -5,8 +5,6 @@ from typing import Any
 
 from shardwright.errors import UsageError
 
-__all__ = ["NotHereError", "names_not_here"]
-
 _START = "Ranks are started from outside: shardwright run -n 2 train.py, torchrun, Slurm or MPI."
 _ELASTIC = (
     "A run that loses ranks starts again from its last checkpoint, on those that are left: shardwright run "

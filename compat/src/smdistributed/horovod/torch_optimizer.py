@@ -12,8 +12,6 @@ from shardwright.errors import UsageError
 from shardwright.run.context import is_initialized
 from smdistributed.dataparallel.data_ranks import data_ranks
 
-__all__ = ["averaging_optimizer"]
-
 
 def averaging_optimizer(optimizer: Any, *, average: bool, in_half_precision: bool) -> Any:
     """An optimizer whose ``step`` takes the gradients of all ranks.

@@ -16,8 +16,6 @@ from shardwright.errors import ConfigError
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from smdistributed.modelparallel.launcher_parameters import parameters_among
 
-__all__ = ["PARAMETERS_VARIABLE", "Configuration", "Settings", "read_configuration"]
-
 PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 # Every key of the library with its default. A function works it out from the others.

@@ -7,8 +7,6 @@ from typing import Any
 from shardwright.errors import ConfigError
 from shardwright.launch.ranks.smp_parameters import read_smp_parameters
 
-__all__ = ["FRAMEWORK_VARIABLE", "contradictions", "parameters_among"]
-
 FRAMEWORK_VARIABLE = "SM_FRAMEWORK_PARAMS"
 _OPTIONS = ("--mp_parameters", "--mp-parameters")
 

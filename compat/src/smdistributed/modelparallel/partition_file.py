@@ -18,8 +18,6 @@ from shardwright.plan import Plan
 from shardwright.problems import join
 from smdistributed.modelparallel.ranks_of_run import present_run, ranks_of_run
 
-__all__ = ["settings_with_partition", "store_partition"]
-
 _KEYS = ("load_partition", "partition_file")
 
 

@@ -16,8 +16,6 @@ from smdistributed.modelparallel.backend.exceptions import NotInitializedError
 from smdistributed.modelparallel.configuration import Configuration
 from smdistributed.modelparallel.launcher_parameters import contradictions
 
-__all__ = ["RanksOfRun", "present_run", "ranks_of_run"]
-
 
 class RanksOfRun:
     """The one run of this process.

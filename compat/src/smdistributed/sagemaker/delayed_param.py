@@ -11,8 +11,6 @@ from torch import nn
 from shardwright.errors import UsageError
 from smdistributed.sagemaker.settings import get_logger
 
-__all__ = ["DelayedParamIniter"]
-
 
 class DelayedParamIniter:
     """Gives FSDP a ``param_init_fn`` for a model that was built on the meta device.

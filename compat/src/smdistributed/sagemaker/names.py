@@ -6,8 +6,6 @@ from typing import Any
 
 from shardwright.errors import UsageError
 
-__all__ = ["NotHereError", "check_module", "fill"]
-
 _OURS = "smdistributed.sagemaker."
 _ROOT = "torch.sagemaker"
 # Module below torch.sagemaker -> our file, and the names in it.

@@ -20,17 +20,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from shardwright.errors import ConfigError, UsageError
 from shardwright.launch.ranks.smp_parameters import read_smp_parameters
 
-__all__ = [
-    "MoEConfig",
-    "clip_grad_norm_",
-    "get_global_ranks",
-    "get_logger",
-    "init",
-    "is_initialized",
-    "state",
-    "transform",
-]
-
 _VARIABLE = "SM_HP_MP_PARAMETERS"
 _DEFAULTS: dict[str, Any] = {
     "hybrid_shard_degree": 0,

@@ -18,16 +18,6 @@ from shardwright.tensorflow.variables import tf_variable
 from smdistributed.dataparallel.data_ranks import data_ranks
 from smdistributed.dataparallel.tensorflow.compression import Compression
 
-__all__ = [
-    "Reduction",
-    "broadcast",
-    "broadcast_variables",
-    "gathered",
-    "reduced",
-    "reduced_each",
-    "variables_here",
-]
-
 
 class Reduction(Enum):
     """How one tensor is made of those of all ranks."""

@@ -9,8 +9,6 @@ from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from smdistributed.dataparallel.tensorflow.collectives import Reduction, reduced_each
 
-__all__ = ["distributed_optimizer", "distributed_tape", "over_ranks"]
-
 Average = Callable[[Sequence[Any]], list[Any]]
 
 

@@ -19,22 +19,6 @@ from shardwright.comm.launchers import detect
 from shardwright.errors import UsageError
 from smdistributed.dataparallel.torch.torch_smddp import BACKEND
 
-__all__ = [
-    "ReduceOp",
-    "all_gather",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "group",
-    "init_process_group",
-    "is_available",
-    "is_initialized",
-]
-
 
 class ReduceOp(Enum):
     """How `all_reduce` makes one tensor of all ranks'."""

@@ -11,8 +11,6 @@ from collections.abc import MutableMapping
 from shardwright.comm.joining.interface import stay_on_this_host, take_interface_towards
 from shardwright.comm.launchers import LaunchEnvironment, detect
 
-__all__ = ["tell_torch"]
-
 
 def tell_torch(environ: MutableMapping[str, str] = os.environ) -> LaunchEnvironment:
     """Sets what `torch.distributed` reads, as far as the launcher has not."""

@@ -25,8 +25,6 @@ from shardwright.comm.joining.store import joined_tcp_store
 from shardwright.comm.launchers import LaunchEnvironment, detect
 from smdistributed.dataparallel.torch.rendezvous import tell_torch
 
-__all__ = ["BACKEND"]
-
 BACKEND = "smddp"
 _TIMEOUT_S = 300.0  # as PyTorch waits for its own store
 _NUMBER_OF_GROUP = itertools.count()

@@ -24,8 +24,6 @@ from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.ranks_of_run import present_run
 from smdistributed.modelparallel.tensorflow.utils import folder_of
 
-__all__ = ["CheckpointManager"]
-
 
 class CheckpointManager:
     """Saves and restores what a ``tf.train.Checkpoint`` has; every rank makes one.

@@ -13,8 +13,6 @@ from smdistributed.modelparallel.configuration import read_configuration
 from smdistributed.modelparallel.partition_file import settings_with_partition, store_partition
 from smdistributed.modelparallel.ranks_of_run import present_run, ranks_of_run
 
-__all__ = ["init", "is_initialized", "num_microbatches", "register_post_partition_hook", "shutdown"]
-
 
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Starts a run; call it first, once on every rank, before any operation of TensorFlow.

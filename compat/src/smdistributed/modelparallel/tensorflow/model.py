@@ -7,8 +7,6 @@ import shardwright.tensorflow as sw
 from shardwright.tensorflow.keras_run import keras_run
 from smdistributed.modelparallel.ranks_of_run import present_run
 
-__all__ = ["DistributedModel"]
-
 
 class DistributedModel(sw.DistributedModel):
     """A Keras model whose layers the ranks share: subclass it in the place of ``tf.keras.Model``.

@@ -10,8 +10,6 @@ import tensorflow as tf
 import shardwright.tensorflow as sw
 from shardwright.errors import UsageError
 
-__all__ = ["step"]
-
 
 def step(
     function: Callable[..., Any] | None = None,

@@ -15,8 +15,6 @@ from smdistributed.modelparallel.comm import recv_from, send
 from smdistributed.modelparallel.groups import RankType
 from smdistributed.modelparallel.ranks_of_run import present_run
 
-__all__ = ["folder_of", "receive_checkpoint_files", "send_checkpoint_files"]
-
 
 def folder_of(root: "str | os.PathLike[str]", rank: int) -> Path:
     """The folder of the checkpoints of a world rank: ``root/mp_rank_<its rank in its replica>``."""

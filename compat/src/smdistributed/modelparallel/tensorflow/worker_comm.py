@@ -6,8 +6,6 @@ from smdistributed.modelparallel.comm import allgather, barrier
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.ranks_of_run import present_run
 
-__all__ = ["WorkerComm", "get_worker_comm"]
-
 
 class WorkerComm:
     """All ranks of the run; methods as in mpi4py, for any object that can be pickled."""

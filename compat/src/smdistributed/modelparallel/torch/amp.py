@@ -6,8 +6,6 @@ import torch
 
 from shardwright.torch.loss_scale import GradScaler as AgreeingScaler
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(AgreeingScaler):
     """`torch.amp.GradScaler`, whose verdict is the same on all ranks.

@@ -26,8 +26,6 @@ from shardwright.torch._private.modules import (
 from shardwright.torch.pytorch.modules import user_line
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["BackwardWithoutStep"]
-
 
 class BackwardWithoutStep:
     """The backward of a model that is called outside of steps; collective over the replicas."""

@@ -17,17 +17,6 @@ from smdistributed.modelparallel.torch.tensor_parallelism.distributing import ch
 from smdistributed.modelparallel.torch.tensor_parallelism.marks import Wish, marking, set_mark
 from smdistributed.modelparallel.torch.tensor_parallelism.registration import Registered, register
 
-__all__ = [
-    "delay_param_initialization",
-    "model_creation",
-    "partition",
-    "set_partition",
-    "set_tensor_parallelism",
-    "tensor_parallelism",
-    "tp_register",
-    "tp_register_with_module",
-]
-
 
 def partition(rank: int) -> AbstractContextManager[None]:
     """Places the modules that are created inside on a pipeline rank; the innermost wish wins.

@@ -7,8 +7,6 @@ from typing import Any
 from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["model_is_there", "when_model_is_there"]
-
 
 @dataclass(slots=True)
 class _Waiting:

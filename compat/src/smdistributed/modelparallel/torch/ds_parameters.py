@@ -19,8 +19,6 @@ from shardwright.torch.parameters.parameter_kinds import can_be_sharded
 from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["PartOfParameter", "describe_parts", "part_of"]
-
 
 class PartOfParameter:
     """This rank's part of a parameter."""

@@ -15,8 +15,6 @@ from smdistributed.modelparallel.ranks_of_run import ranks_of_run
 from smdistributed.modelparallel.torch.random_states import let_trainer_load
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["init", "is_initialized", "num_microbatches", "shutdown"]
-
 
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Starts a run; call it first, once on every rank.

@@ -20,8 +20,6 @@ import shardwright.torch as sw
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["Joining"]
-
 
 class Joining:
     """The inside of one ``with model.join():``.

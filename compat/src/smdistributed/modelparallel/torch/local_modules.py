@@ -10,8 +10,6 @@ from torch import nn
 
 from shardwright.torch.startup import ScriptRun
 
-__all__ = ["local_named_modules"]
-
 
 def local_named_modules(
     model: nn.Module, run: ScriptRun, *, partitioned: bool

@@ -8,8 +8,6 @@ from torch import Tensor
 from shardwright.errors import UsageError
 from shardwright.torch.interception.backward_calls import refuse_no_tensor
 
-__all__ = ["as_one"]
-
 
 def as_one(tensors: Sequence[Tensor], gradients: Any) -> Tensor:
     """A number with the gradients that several tensors have together.

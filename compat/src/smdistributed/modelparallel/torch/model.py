@@ -37,8 +37,6 @@ from smdistributed.modelparallel.torch.tensor_parallelism.distributing import di
 from smdistributed.modelparallel.torch.utils import get_distribution_axis
 from smdistributed.modelparallel.torch.whole_model import gather_on_host, transient_buffers
 
-__all__ = ["DistributedModel"]
-
 
 class DistributedModel(ModelStates):
     """Wraps the one model of a script.

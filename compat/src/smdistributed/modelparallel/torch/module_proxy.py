@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ModuleProxy", "unproxied"]
-
 
 class ModuleProxy:
     """Stands for a module."""

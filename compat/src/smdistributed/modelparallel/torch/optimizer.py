@@ -27,8 +27,6 @@ from smdistributed.modelparallel.torch.state_dicts.optimizer import OptimizerSta
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 from smdistributed.modelparallel.torch.utils import get_distribution_axis
 
-__all__ = ["DistributedOptimizer", "HelpedOptimizer"]
-
 _FIRST_DYNAMIC_SCALE = 2.0**32
 _REMEDY = "Call it in the training loop."
 

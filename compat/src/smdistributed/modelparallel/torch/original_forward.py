@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["keep_original_forwards"]
-
 _NAME = "_orig_forward"
 
 

@@ -24,8 +24,6 @@ from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch, is_batch_tensor
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["with_batches_of_peers"]
-
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _SHOWN = 60  # characters of a value
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy
 import torch
 
-__all__ = ["let_trainer_load"]
-
 
 def let_trainer_load() -> None:
     """Has ``torch.load`` restore arrays of whole numbers, as a state of NumPy's random numbers is one."""

@@ -9,8 +9,6 @@ from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.module_proxy import unproxied
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["runs_of", "set_activation_checkpointing"]
-
 
 def set_activation_checkpointing(
     module: nn.Module,

@@ -24,8 +24,6 @@ from shardwright.torch.startup import ScriptRun
 from smdistributed.modelparallel.torch.pickles.files import load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["load", "save"]
-
 _PROTOCOL = 2
 
 

@@ -24,8 +24,6 @@ from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import (
 )
 from smdistributed.modelparallel.torch.pickles.files import load_file
 
-__all__ = ["get_full_state_dict_from_sharded_data_parallel_checkpoint"]
-
 
 def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     dir: str | os.PathLike[str],

@@ -7,8 +7,6 @@ from shardwright.errors import StalePlanError
 from shardwright.plan import REMEDY
 from smdistributed.modelparallel.torch.state_mod import state
 
-__all__ = ["naming_the_file"]
-
 
 @contextmanager
 def naming_the_file() -> Iterator[None]:

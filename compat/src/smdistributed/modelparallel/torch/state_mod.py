@@ -8,8 +8,6 @@ from shardwright.torch.startup import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, Settings
 from smdistributed.modelparallel.ranks_of_run import present_run, ranks_of_run
 
-__all__ = ["ModuleManager", "State", "current_run", "state"]
-
 
 @dataclass(slots=True)
 class ModuleManager:

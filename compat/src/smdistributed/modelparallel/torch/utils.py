@@ -8,8 +8,6 @@ from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divided_tensor import placement_of
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["get_distribution_axis", "rmsg"]
-
 
 def rmsg(message: Any) -> str:
     """A message with the ranks of whoever says it."""

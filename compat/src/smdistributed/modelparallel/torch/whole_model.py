@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from shardwright.torch.interception.glue import restore_calls
 
-__all__ = ["gather_on_host", "transient_buffers"]
-
 
 def gather_on_host(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Gives a module all of its parameters and buffers, on the host; takes its calls back to itself."""

@@ -11,13 +11,6 @@ from shardwright.tensorflow import _private
 from smdistributed.dataparallel.data_ranks import data_ranks
 from smdistributed.dataparallel.tensorflow.collectives import broadcast_variables, reduced
 
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
-
 _Callback: Any = tf.keras.callbacks.Callback
 
 

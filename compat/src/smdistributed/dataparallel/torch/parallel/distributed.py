@@ -9,8 +9,6 @@ from torch import nn
 from shardwright.errors import UsageError
 from smdistributed.dataparallel.torch.distributed import group
 
-__all__ = ["DistributedDataParallel"]
-
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """A model whose replicas, one on each rank, average their gradients.

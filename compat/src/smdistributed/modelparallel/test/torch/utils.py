@@ -12,8 +12,6 @@ from shardwright.errors import CheckpointError
 from smdistributed.modelparallel.torch.pickles.files import load_file
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["dump_model", "verify"]
-
 
 def dump_model(model: nn.Module, path: str | os.PathLike[str] = "model_dump.pt", **more: Any) -> None:
     """Writes the whole state of a model to a file; collective over all ranks, the first one writes."""

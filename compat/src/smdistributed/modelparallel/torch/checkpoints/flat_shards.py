@@ -17,8 +17,6 @@ from torch import Tensor
 
 from shardwright.errors import CorruptCheckpointError
 
-__all__ = ["flat_part", "parameters_in", "part_size"]
-
 Shape = Sequence[int]
 
 

@@ -28,8 +28,6 @@ from shardwright.checkpoint.safe_files import read_regular
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smdistributed.modelparallel.torch.checkpoints.records import PartialRecord, verify
 
-__all__ = ["MANIFEST", "PARTITION", "USER_CONTENT", "CheckpointFolder", "PartialCheckpoint", "tag_of"]
-
 MANIFEST = "manifest.json"
 PARTITION = "partition.json"
 USER_CONTENT = "user_content.pt"

@@ -21,8 +21,6 @@ from shardwright.checkpoint.safe_files import read_regular
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from smdistributed.modelparallel.torch.checkpoints.records import FullRecord, fits, verify
 
-__all__ = ["FullCheckpoints", "content_name"]
-
 
 def content_name(tag: str) -> str:
     """The name of the file with what the script keeps beside the model."""

@@ -23,8 +23,6 @@ from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import (
 )
 from smdistributed.modelparallel.torch.pickles.files import load_file
 
-__all__ = ["contents_of_this_rank", "model_state", "optimizer_state"]
-
 _OF_16_BITS = ("fp32_master_params", "loss_scaler")
 
 

@@ -11,8 +11,6 @@ from shardwright.checkpoint.disk import FileEntry, Record, is_plain_name
 from shardwright.comm.codec import declare
 from shardwright.errors import CorruptCheckpointError
 
-__all__ = ["FullRecord", "PartialRecord", "fits", "verify"]
-
 _CHUNK = 4 * 2**20
 
 

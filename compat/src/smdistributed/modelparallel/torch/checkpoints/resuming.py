@@ -29,8 +29,6 @@ from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there
 from smdistributed.modelparallel.torch.pickles.files import load_file
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["resume_from_checkpoint"]
-
 
 def resume_from_checkpoint(
     path: str | os.PathLike[str],

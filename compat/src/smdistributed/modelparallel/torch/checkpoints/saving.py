@@ -38,8 +38,6 @@ from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import BUF
 from smdistributed.modelparallel.torch.pickles.files import TRUST, load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["save_checkpoint"]
-
 _T = TypeVar("_T")
 _CALL = "smp.save_checkpoint()"
 

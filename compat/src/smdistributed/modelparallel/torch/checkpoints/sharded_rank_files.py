@@ -38,15 +38,6 @@ from smdistributed.modelparallel.torch.state_dicts.optimizer_entries import (
     put_together,
 )
 
-__all__ = [
-    "BUFFER_NAMES",
-    "PARAM_SHAPES",
-    "optimizer_state_in",
-    "shard_files",
-    "sharded_contents",
-    "weights_in",
-]
-
 PARAM_SHAPES = "param_shapes"
 BUFFER_NAMES = "buffer_names"
 _PREFIX = "module."

@@ -12,8 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shardwright.errors import UsageError
 
-__all__ = ["FlashAttentionLayer", "alibi_slopes"]
-
 
 class FlashAttentionLayer(nn.Module):
     """Attention from queries, keys and values that are packed in one tensor.

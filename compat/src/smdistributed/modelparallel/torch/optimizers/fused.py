@@ -8,8 +8,6 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 
-__all__ = ["FusedOptimizer"]
-
 
 class FusedOptimizer(torch.optim.Optimizer):
     """Updates one parameter after another, and counts the steps of each group."""

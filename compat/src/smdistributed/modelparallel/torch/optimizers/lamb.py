@@ -20,8 +20,6 @@ from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.clipping import gradient_norm
 from smdistributed.modelparallel.torch.optimizers.fused import FusedOptimizer
 
-__all__ = ["FusedLAMB"]
-
 
 class FusedLAMB(FusedOptimizer):
     """LAMB.

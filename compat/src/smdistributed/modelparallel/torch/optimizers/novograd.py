@@ -20,8 +20,6 @@ from torch import Tensor
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.optimizers.fused import FusedOptimizer
 
-__all__ = ["FusedNovoGrad"]
-
 
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad.

@@ -12,8 +12,6 @@ from smdistributed.modelparallel.torch.module_proxy import unproxied
 from smdistributed.modelparallel.torch.recomputation import runs_of
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["checkpoint", "checkpoint_sequential"]
-
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
     """Calls a module, and has its activations computed again in the backward instead of kept."""

@@ -22,8 +22,6 @@ from shardwright.errors import CheckpointError, CorruptCheckpointError
 from smdistributed.modelparallel.torch.pickles.harmless_classes import harmless
 from smdistributed.modelparallel.torch.pickles.stand_ins import without_stand_ins
 
-__all__ = ["TRUST", "load_file", "saves"]
-
 TRUST = "SHARDWRIGHT_TRUST_PICKLE"
 _NAMED = re.compile(r"(?:GLOBAL|unsupported GLOBAL) ([\w.<>]+)")
 _ZIP = b"PK\x03\x04"

@@ -27,8 +27,6 @@ from smdistributed.modelparallel.torch.pickles.stand_ins import (
     SavedType,
 )
 
-__all__ = ["harmless"]
-
 _Named = dict[str, Callable[..., Any]]
 
 _OF_EVERY_OBJECT = ("__new__", "__reduce__", "__reduce_ex__", "__getattribute__")

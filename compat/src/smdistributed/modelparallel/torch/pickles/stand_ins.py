@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy
 
-__all__ = ["SavedArray", "SavedAttributes", "SavedRange", "SavedType", "StandIn", "without_stand_ins"]
-
 
 class StandIn:
     """Stands for an object that is made when all is read."""

@@ -31,8 +31,6 @@ from smdistributed.modelparallel.torch.state_dicts.names import (
 from smdistributed.modelparallel.torch.state_dicts.tensor_parts import as_parts, as_whole
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["ModelStates"]
-
 
 class ModelStates(sw.DistributedModel):
     """The part of ``smp.DistributedModel`` that saves and loads."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from shardwright.errors import CheckpointError
 
-__all__ = ["PARTIAL", "check_names", "shapes_in", "without_prefix"]
-
 PARTIAL = "_smp_is_partial"
 """Key of a state that has what one rank holds, and not all of it."""
 

@@ -42,8 +42,6 @@ from smdistributed.modelparallel.torch.state_dicts.tensor_parts import (
 )
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["OptimizerStates"]
-
 _NAMES = "parameter_names"
 _PART = "part"
 _SCALER = "loss_scaler"

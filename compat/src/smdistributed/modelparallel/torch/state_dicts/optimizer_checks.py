@@ -7,8 +7,6 @@ from torch import Tensor
 
 from shardwright.errors import CheckpointError
 
-__all__ = ["check_shapes", "refuse_other_groups", "refuse_part", "refuse_unknown"]
-
 
 def refuse_other_groups(state: Mapping[str, Any], num_groups: int) -> None:
     """Refuses what is no state of an optimizer, or one of other groups."""

@@ -24,14 +24,6 @@ from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = [
-    "MASTERS",
-    "as_parts",
-    "as_whole",
-    "entries_as_parts",
-    "entries_as_whole",
-]
-
 MASTERS = "fp32_master_params"
 """Key of a state: copies in float32 of parameters in 16 bits, by their numbers."""
 

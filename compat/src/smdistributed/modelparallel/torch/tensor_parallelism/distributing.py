@@ -46,8 +46,6 @@ from smdistributed.modelparallel.torch.tensor_parallelism.registration import (
     registered,
 )
 
-__all__ = ["check_options", "distribute"]
-
 _OF_MODELS = ("distribute_embedding", "dtype")
 
 

@@ -9,8 +9,6 @@ from torch import nn
 
 from shardwright.torch.pytorch.modules import CreationWatch
 
-__all__ = ["Wish", "marking", "set_mark", "wish_of", "wishes_in"]
-
 _MARK = "_smp_tensor_parallelism"
 
 

@@ -11,8 +11,6 @@ from torch import nn
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.nn.distributed import DistributedModule
 
-__all__ = ["Registered", "arguments_of", "register", "registered"]
-
 _REGISTERED = "_smp_registered"
 _ARGUMENTS = "_smp_arguments"
 

@@ -22,8 +22,6 @@ from smdistributed.modelparallel.torch.nn.distributed.precision import at_least_
 from smdistributed.modelparallel.torch.nn.distributed.rotary import turned
 from smdistributed.modelparallel.torch.nn.flash_attention import alibi_slopes
 
-__all__ = ["DistributedAttentionLayer"]
-
 
 class DistributedAttentionLayer(DistributedModule):
     """The attention of a transformer layer; each rank has some heads.

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 
-__all__ = ["DistributedModule", "as_given", "named_inputs"]
-
 
 class DistributedModule(nn.Module):
     """Base of modules that know how ranks share them.

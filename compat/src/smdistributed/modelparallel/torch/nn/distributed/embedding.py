@@ -8,8 +8,6 @@ from shardwright.torch.units.tensor_division import Pin, pin
 from smdistributed.modelparallel.torch.nn.distributed.base import DistributedModule
 from smdistributed.modelparallel.torch.nn.distributed.first_weights import FirstWeights
 
-__all__ = ["DistributedEmbedding"]
-
 
 class DistributedEmbedding(DistributedModule, nn.Embedding):
     """An embedding, of which each rank has some columns.

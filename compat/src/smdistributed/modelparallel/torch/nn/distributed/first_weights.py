@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FirstWeights"]
-
 
 @dataclass(frozen=True, slots=True)
 class FirstWeights:

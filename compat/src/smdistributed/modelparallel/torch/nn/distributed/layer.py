@@ -14,8 +14,6 @@ from smdistributed.modelparallel.torch.nn.distributed.output import (
     DistributedTransformerOutputLayer,
 )
 
-__all__ = ["DistributedTransformerLayer"]
-
 
 class DistributedTransformerLayer(DistributedModule):
     """A transformer layer.

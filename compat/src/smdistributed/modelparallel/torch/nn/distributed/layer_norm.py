@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from shardwright.torch.units.tensor_division import pin_whole
 from smdistributed.modelparallel.torch.nn.distributed.base import DistributedModule
 
-__all__ = ["DistributedLayerNorm"]
-
 
 class DistributedLayerNorm(DistributedModule, nn.LayerNorm):
     """A layer normalisation, which every rank has whole.

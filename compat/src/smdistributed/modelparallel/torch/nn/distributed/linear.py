@@ -8,8 +8,6 @@ from shardwright.torch.units.tensor_division import Pin, pin
 from smdistributed.modelparallel.torch.nn.distributed.base import DistributedModule
 from smdistributed.modelparallel.torch.nn.distributed.first_weights import FirstWeights
 
-__all__ = ["DistributedLinear"]
-
 
 class DistributedLinear(DistributedModule, nn.Linear):
     """A linear layer, of which each rank has some input channels.

@@ -16,8 +16,6 @@ from smdistributed.modelparallel.torch.nn.distributed.linear import DistributedL
 from smdistributed.modelparallel.torch.nn.distributed.output import Activation
 from smdistributed.modelparallel.torch.nn.distributed.transformer import DistributedTransformer
 
-__all__ = ["DistributedTransformerLMHead"]
-
 
 class DistributedTransformerLMHead(DistributedModule):
     """A transformer with embeddings of words and positions, and a head for language models.

@@ -6,8 +6,6 @@ from typing import Any, Self
 
 from shardwright.errors import UsageError
 
-__all__ = ["LayerOptions", "Rotary"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rotary:

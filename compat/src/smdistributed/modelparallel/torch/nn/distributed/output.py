@@ -14,8 +14,6 @@ from smdistributed.modelparallel.torch.nn.distributed.linear import DistributedL
 from smdistributed.modelparallel.torch.nn.distributed.options import LayerOptions
 from smdistributed.modelparallel.torch.nn.distributed.precision import sum_with_residual
 
-__all__ = ["Activation", "DistributedTransformerOutputLayer"]
-
 Activation = str | Callable[[Tensor], Tensor]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}

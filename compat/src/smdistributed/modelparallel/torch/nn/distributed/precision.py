@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_32_bits", "sum_with_residual"]
-
 
 def at_least_32_bits(tensor: Tensor) -> Tensor:
     """The same as float32, unless it has as many bits."""

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from smdistributed.modelparallel.torch.nn.distributed.options import Rotary
 
-__all__ = ["turned"]
-
 
 def turned(query: Tensor, key: Tensor, positions: Tensor | None, rotary: Rotary) -> list[Tensor]:
     """Both, turned.

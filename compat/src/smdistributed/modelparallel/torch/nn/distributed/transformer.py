@@ -8,8 +8,6 @@ from smdistributed.modelparallel.torch.nn.distributed.base import DistributedMod
 from smdistributed.modelparallel.torch.nn.distributed.layer import DistributedTransformerLayer
 from smdistributed.modelparallel.torch.nn.distributed.output import Activation
 
-__all__ = ["DistributedTransformer"]
-
 
 class DistributedTransformer(DistributedModule):
     """A stack of transformer layers."""

@@ -6,8 +6,6 @@ from typing import Any
 from smdistributed.modelparallel.torch.nn.huggingface.family import Family
 from smdistributed.modelparallel.torch.nn.huggingface.parts import linear, norm
 
-__all__ = ["family_of_encoders"]
-
 
 def _arguments(config: Any, layer: Any, index: int) -> Mapping[str, Any]:
     return {

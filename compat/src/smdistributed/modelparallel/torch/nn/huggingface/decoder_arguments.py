@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["decoder_arguments"]
-
 
 def decoder_arguments(
     config: Any,

@@ -30,14 +30,6 @@ from smdistributed.modelparallel.torch.nn.huggingface.layers_as_one import Layer
 from smdistributed.modelparallel.torch.nn.huggingface.names import SEQ_LAYERS
 from smdistributed.modelparallel.torch.nn.huggingface.parts import to_smdistributed
 
-__all__ = [
-    "distribute_layers",
-    "distributed_layer",
-    "family_of",
-    "initialise_skipped",
-    "place_embedding",
-]
-
 _FAMILIES = (bert.FAMILY, roberta.FAMILY, gpt2.FAMILY, gptj.FAMILY, gptneo.FAMILY, gptneox.FAMILY)
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from smdistributed.modelparallel.torch.nn.huggingface.parts import Part
 
-__all__ = ["Family", "nothing_else"]
-
 Arguments = Callable[[Any, Any, int], Mapping[str, Any]]
 """Config, a layer of Hugging Face's and its number -> arguments of `DistributedTransformerLayer`."""
 

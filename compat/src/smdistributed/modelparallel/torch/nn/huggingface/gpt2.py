@@ -9,16 +9,6 @@ from smdistributed.modelparallel.torch.nn.huggingface.layer_hooks import hooks_o
 from smdistributed.modelparallel.torch.nn.huggingface.names import block_translators, translators
 from smdistributed.modelparallel.torch.nn.huggingface.parts import linear, norm
 
-__all__ = [
-    "FAMILY",
-    "get_hf_gpt2_transformer_layer_hooks",
-    "translate_hf_block_state_dict_to_smdistributed",
-    "translate_hf_state_dict_to_smdistributed",
-    "translate_hf_state_dict_to_smdistributed_gpt2",
-    "translate_layer_state_dict_to_hf_gpt2_block",
-    "translate_state_dict_to_hf_gpt2",
-]
-
 
 def _arguments(config: Any, layer: Any, index: int) -> Mapping[str, Any]:
     common = decoder_arguments(

@@ -9,14 +9,6 @@ from smdistributed.modelparallel.torch.nn.huggingface.family import Family
 from smdistributed.modelparallel.torch.nn.huggingface.names import translators
 from smdistributed.modelparallel.torch.nn.huggingface.parts import linear, norm
 
-__all__ = [
-    "FAMILY",
-    "translate_hf_gptj_state_dict_to_smdistributed",
-    "translate_hf_state_dict_to_smdistributed",
-    "translate_hf_state_dict_to_smdistributed_gptj",
-    "translate_state_dict_to_hf_gptj",
-]
-
 
 def _arguments(config: Any, layer: Any, index: int) -> Mapping[str, Any]:
     common = decoder_arguments(

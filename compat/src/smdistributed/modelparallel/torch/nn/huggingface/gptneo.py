@@ -8,13 +8,6 @@ from smdistributed.modelparallel.torch.nn.huggingface.family import Family
 from smdistributed.modelparallel.torch.nn.huggingface.names import translators
 from smdistributed.modelparallel.torch.nn.huggingface.parts import linear, norm
 
-__all__ = [
-    "FAMILY",
-    "translate_hf_state_dict_to_smdistributed",
-    "translate_hf_state_dict_to_smdistributed_gptneo",
-    "translate_state_dict_to_hf_gptneo",
-]
-
 
 def _arguments(config: Any, layer: Any, index: int) -> Mapping[str, Any]:
     is_local = config.attention_layers[index] == "local"

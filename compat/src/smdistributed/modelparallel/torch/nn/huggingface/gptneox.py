@@ -9,13 +9,6 @@ from smdistributed.modelparallel.torch.nn.huggingface.family import Family
 from smdistributed.modelparallel.torch.nn.huggingface.names import translators
 from smdistributed.modelparallel.torch.nn.huggingface.parts import linear, norm
 
-__all__ = [
-    "FAMILY",
-    "translate_hf_state_dict_to_smdistributed",
-    "translate_hf_state_dict_to_smdistributed_gptneox",
-    "translate_state_dict_to_hf_gptneox",
-]
-
 
 def _rotary(config: Any) -> Mapping[str, Any]:
     """Settings of the positions; older configs have them one by one."""

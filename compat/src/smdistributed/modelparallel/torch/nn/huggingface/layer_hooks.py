@@ -16,8 +16,6 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.nn.huggingface.family import Family
 
-__all__ = ["LayerInit", "hooks_of_layers"]
-
 
 class LayerInit:
     """The `init_hook` for the layers of a family; layers that exist already are distributed by it, too."""

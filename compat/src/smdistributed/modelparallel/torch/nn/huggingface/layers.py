@@ -7,8 +7,6 @@ as they are.
 
 from torch import nn
 
-__all__ = ["name_layers"]
-
 # Class of a transformer -> attribute with its layers.
 _LAYERS = {
     "GPT2Model": "h",

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.nn.distributed import DistributedTransformerLayer
 
-__all__ = ["LayerCall", "LayersAsOne"]
-
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 

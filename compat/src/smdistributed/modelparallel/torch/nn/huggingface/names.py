@@ -20,8 +20,6 @@ from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.nn.huggingface.family import Family
 from smdistributed.modelparallel.torch.nn.huggingface.parts import to_hugging_face, to_smdistributed
 
-__all__ = ["SEQ_LAYERS", "Translate", "Translators", "block_translators", "translators"]
-
 Translate = Callable[..., Mapping[str, Any]]
 Translators = tuple[Translate, Translate]
 """From a distributed model to Hugging Face's names, and back."""

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 
-__all__ = ["Part", "linear", "norm", "to_hugging_face", "to_smdistributed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

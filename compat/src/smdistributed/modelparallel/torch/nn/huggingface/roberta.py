@@ -3,14 +3,6 @@
 from smdistributed.modelparallel.torch.nn.huggingface.bert_layers import family_of_encoders
 from smdistributed.modelparallel.torch.nn.huggingface.names import translators
 
-__all__ = [
-    "FAMILY",
-    "translate_hf_state_dict_to_smdistributed",
-    "translate_hf_state_dict_to_smdistributed_roberta",
-    "translate_state_dict_to_hf_roberta",
-    "translate_state_dict_to_smdistributed",
-]
-
 FAMILY = family_of_encoders("RoBERTa", "RobertaEncoder")
 
 translate_state_dict_to_hf_roberta, translate_hf_state_dict_to_smdistributed_roberta = translators(FAMILY)

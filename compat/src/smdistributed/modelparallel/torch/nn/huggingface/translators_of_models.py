@@ -9,8 +9,6 @@ from torch import nn
 from smdistributed.modelparallel.torch.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, roberta
 from smdistributed.modelparallel.torch.nn.huggingface.names import SEQ_LAYERS, Translators
 
-__all__ = ["translators_of"]
-
 # Beginning of the class names of a family -> its module. The longest name first: GPTNeoX begins like GPTNeo.
 _MODULES: dict[str, ModuleType] = {
     "GPTNeoX": gptneox,
