@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from model_units import loss_alone, units_of
-from shardwright.torch.tensor_parallel.search import find_placements
+from shardwright.torch.tensor_parallel.search.search import find_placements
 
 LIMIT_S = 2.0
 

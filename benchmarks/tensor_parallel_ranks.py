@@ -36,7 +36,8 @@ from shardwright.run.context import context, set_context
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup, Traffic
-from shardwright.torch.tensor_parallel.search import dry_run, find_placements
+from shardwright.torch.tensor_parallel.search.dry_run import dry_run
+from shardwright.torch.tensor_parallel.search.search import find_placements
 
 __all__ = ["MODELS", "race"]
 

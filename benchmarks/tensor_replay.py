@@ -34,8 +34,8 @@ from shardwright.torch.tensor_parallel.decision import direct_call
 from shardwright.torch.tensor_parallel.divide import divide
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
-from shardwright.torch.tensor_parallel.search import find_placements
 from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
+from shardwright.torch.tensor_parallel.search.search import find_placements
 
 BATCH, HEADS = 4, 8
 

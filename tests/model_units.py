@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.torch.pytorch.tree import map_tree
-from shardwright.torch.tensor_parallel.search import Material, Unit, results_of
-from shardwright.torch.tensor_parallel.search.unit import StandIn, kind_of
+from shardwright.torch.tensor_parallel.search.unit import Material, StandIn, Unit, kind_of, results_of
 
 
 class Capture(nn.Module):

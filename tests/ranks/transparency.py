@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from shardwright.errors import PlanError
-from shardwright.torch.backward.loss_reduction import Reduction, form_of_loss
+from shardwright.torch.backward.loss_reduction import form_of_loss
+from shardwright.torch.backward.loss_terms import Reduction
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 

@@ -6,7 +6,9 @@ import torch
 from language_models import MODELS
 
 from model_units import loss_alone, units_of
-from shardwright.torch.tensor_parallel.search import FoundPlacements, Unit, find_placements
+from shardwright.torch.tensor_parallel.search.search import find_placements
+from shardwright.torch.tensor_parallel.search.unit import Unit
+from shardwright.torch.tensor_parallel.search.ways import FoundPlacements
 
 LAYERS = {
     "llama": ["model.layers"],

@@ -18,7 +18,7 @@ from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.measuring import planning
 from shardwright.torch.measuring.device_rates import measured_operation_s
-from shardwright.torch.tensor_parallel.search import dry_run
+from shardwright.torch.tensor_parallel.search.dry_run import dry_run
 
 # Of a layer: the dimension that is cut, and segments in which it is.
 COLUMNS_THEN_ROWS = {

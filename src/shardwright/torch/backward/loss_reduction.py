@@ -33,8 +33,6 @@ from shardwright.torch.interception.step_code import in_step_code
 from shardwright.torch.pytorch.functions import is_metadata, on_fakes
 from shardwright.torch.pytorch.tree import leaves, map_tree
 
-__all__ = ["LossForm", "Reduction", "form_of_loss"]
-
 
 @dataclass(frozen=True, slots=True)
 class LossForm:

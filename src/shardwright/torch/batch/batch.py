@@ -19,9 +19,6 @@ from shardwright.runtime.step_function import microbatch_sizes
 from shardwright.torch.batch.splitter import Argument, CutTensor, Splitter, cuts_itself, is_batch_tensor
 from shardwright.torch.pytorch.tree import Structure, flatten
 
-__all__ = ["Arguments", "Batch", "BatchGradients", "is_batch_tensor"]
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a function: (args, kwargs)."""
 

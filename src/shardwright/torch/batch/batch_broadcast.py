@@ -24,8 +24,8 @@ from shardwright.comm.tensor_codec import decode, encode
 from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import UsageError
 from shardwright.run.batch_broadcast import PLACE, Room, TensorBroadcast, header_read
-from shardwright.torch.batch.batch import Arguments, Batch, is_batch_tensor
-from shardwright.torch.batch.splitter import refuse_packed
+from shardwright.torch.batch.batch import Arguments, Batch
+from shardwright.torch.batch.splitter import is_batch_tensor, refuse_packed
 from shardwright.torch.pytorch.tensors import Order, from_memory_order, in_memory_order, order_of
 from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 

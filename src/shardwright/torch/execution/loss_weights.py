@@ -27,7 +27,8 @@ from torch import Tensor
 from shardwright.errors import UsageError
 from shardwright.torch._private.tensors import storage_key
 from shardwright.torch.backward.batch_data import BatchData
-from shardwright.torch.backward.loss_reduction import LossForm, Reduction, form_of_loss
+from shardwright.torch.backward.loss_reduction import LossForm, form_of_loss
+from shardwright.torch.backward.loss_terms import Reduction
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import Weights
 from shardwright.torch.execution.agreement import TrainedModel

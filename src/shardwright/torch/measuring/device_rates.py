@@ -23,7 +23,8 @@ from shardwright.torch.tensor_parallel.divide import tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import divided
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.redistribution import replaced
-from shardwright.torch.tensor_parallel.search import DividedOperations, group_without_ranks
+from shardwright.torch.tensor_parallel.search.dry_run import DividedOperations
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 
 _SMALL, _LARGE = 64, 512 * 1024
 """Elements of 4 bytes: little more than a latency, and the activations of a layer."""

@@ -36,7 +36,9 @@ from shardwright.torch.pytorch.tensors import autocast_as
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import get_state, python_random_kept, set_state
 from shardwright.torch.script_collectives import over_replicas
-from shardwright.torch.tensor_parallel.search import Material, Phase, RankStep, WorkShares, is_small
+from shardwright.torch.tensor_parallel.search.dry_run import Phase, RankStep
+from shardwright.torch.tensor_parallel.search.unit import Material, is_small
+from shardwright.torch.tensor_parallel.search.ways import WorkShares
 from shardwright.torch.tracing.trace_data import Sample
 from shardwright.torch.units.divided_costs import UnitPart
 

@@ -31,7 +31,8 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 from shardwright.run.joint_calls import call_together, first_cause_named
-from shardwright.torch.batch.batch import Batch, is_batch_tensor
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.splitter import is_batch_tensor
 from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 

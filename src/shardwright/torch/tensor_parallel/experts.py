@@ -42,7 +42,6 @@ from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, part
 from shardwright.torch.tensor_parallel.expert_list import (
     cuts_of_listed_experts,
     put_before,
-    reasons_to_stay,
     run_listed_experts,
 )
 from shardwright.torch.tensor_parallel.expert_passages import (
@@ -56,18 +55,6 @@ from shardwright.torch.tensor_parallel.expert_passages import (
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import all_to_all
 from shardwright.torch.tensor_parallel.spec import Spec, Transfer
-
-__all__ = [
-    "MOST_SHARE",
-    "Exchange",
-    "cuts_of_experts",
-    "cuts_of_stacked_experts",
-    "exchange_pays",
-    "reasons_to_stay",
-    "run_own_experts",
-    "run_stacked_experts",
-    "share_of_tokens",
-]
 
 MOST_SHARE = 0.7
 """Of its tokens that a rank sends another one. With more, gathering is as short, and one step less."""

@@ -21,7 +21,7 @@ from shardwright.torch._private.modules import (
     transforms_beside_hooks,
 )
 from shardwright.torch._private.tensors import fake_failures_unlogged
-from shardwright.torch.batch.batch import is_batch_tensor
+from shardwright.torch.batch.splitter import is_batch_tensor
 from shardwright.torch.counting.compiled_modules import hooks_of
 from shardwright.torch.counting.stand_in_data import LentTensors, OpenModules
 from shardwright.torch.interception.compiled_code import nothing_compiled

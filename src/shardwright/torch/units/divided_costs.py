@@ -21,17 +21,15 @@ from shardwright.torch.interception.unit_attributes import FOUND
 from shardwright.torch.python_state.shared_state import filled_copy
 from shardwright.torch.pytorch.modules import has_backward_hooks
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import (
+from shardwright.torch.tensor_parallel.search.dry_run import (
     CutTensor,
     DryRun,
-    Material,
     Phase,
-    Unit,
-    WorkShares,
     dry_run,
     dry_run_of_operation,
-    results_of,
 )
+from shardwright.torch.tensor_parallel.search.unit import Material, Unit, results_of
+from shardwright.torch.tensor_parallel.search.ways import WorkShares
 from shardwright.torch.tracing.divided_tail import DividedTail, TailRun
 from shardwright.torch.tracing.trace_data import Sample, Trace
 

@@ -32,9 +32,12 @@ from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
 from shardwright.plan import TensorPrices
 from shardwright.planner.division import DividedUnit, Division
 from shardwright.text import shortened
-from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_to_stay, run_own_experts
+from shardwright.torch.tensor_parallel.expert_list import reasons_to_stay
+from shardwright.torch.tensor_parallel.experts import cuts_of_experts, run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Unit, WorkShares, find_placements
+from shardwright.torch.tensor_parallel.search.search import find_placements
+from shardwright.torch.tensor_parallel.search.unit import Unit
+from shardwright.torch.tensor_parallel.search.ways import WorkShares
 from shardwright.torch.tracing.divided_tail import DividedTail, divided_tails
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.divided_costs import (

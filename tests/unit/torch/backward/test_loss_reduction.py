@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.torch.backward.loss_reduction import Reduction, form_of_loss
+from shardwright.torch.backward.loss_reduction import form_of_loss
+from shardwright.torch.backward.loss_terms import Reduction
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 SIZES = 5, 4, 3

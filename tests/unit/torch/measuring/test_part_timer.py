@@ -25,7 +25,9 @@ from shardwright.torch.measuring.last_plan import memory_cache
 from shardwright.torch.measuring.measure import TimesParts
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Phase, Unit, WorkShares
+from shardwright.torch.tensor_parallel.search.dry_run import Phase
+from shardwright.torch.tensor_parallel.search.unit import Unit
+from shardwright.torch.tensor_parallel.search.ways import WorkShares
 from shardwright.torch.tracing import recording
 from shardwright.torch.tracing.trace_data import Sample
 from shardwright.torch.units.divided_costs import UnitPart, divided_units

@@ -18,9 +18,11 @@ from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import divided, placement_of, whole, wrap
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements
 from shardwright.torch.tensor_parallel.search import unit as unit_module
+from shardwright.torch.tensor_parallel.search.dry_run import dry_run
 from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
+from shardwright.torch.tensor_parallel.search.search import find_placements
+from shardwright.torch.tensor_parallel.search.unit import Unit
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 aten = torch.ops.aten

@@ -13,7 +13,8 @@ from shardwright.placement import BetweenUnits, Cut
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import divided, whole
-from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_to_stay, run_own_experts
+from shardwright.torch.tensor_parallel.expert_list import reasons_to_stay
+from shardwright.torch.tensor_parallel.experts import cuts_of_experts, run_own_experts
 
 WIDTH, EXPERTS, TOKENS = 6, 3, 10
 

@@ -19,9 +19,11 @@ from shardwright.placement import WHOLE, Cut
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements
+from shardwright.torch.tensor_parallel.search.dry_run import dry_run
 from shardwright.torch.tensor_parallel.search.flow import Flow, cut_candidates
 from shardwright.torch.tensor_parallel.search.recording import group_without_ranks, record
+from shardwright.torch.tensor_parallel.search.search import find_placements
+from shardwright.torch.tensor_parallel.search.unit import Unit
 from shardwright.torch.units.tensor_division import Pin, pin, pin_whole, pinned_placements
 
 WIDTH, HEADS = 24, 4

@@ -19,7 +19,8 @@ from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.decision import METHODS, direct_call
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole, wrap
 from shardwright.torch.tensor_parallel.placing import placed
-from shardwright.torch.tensor_parallel.search import Unit, find_placements
+from shardwright.torch.tensor_parallel.search.search import find_placements
+from shardwright.torch.tensor_parallel.search.unit import Unit
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 

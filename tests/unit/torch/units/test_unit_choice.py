@@ -18,7 +18,8 @@ from shardwright.config import Config
 from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.tensor_parallel.search import Unit, dry_run
+from shardwright.torch.tensor_parallel.search.dry_run import dry_run
+from shardwright.torch.tensor_parallel.search.unit import Unit
 from shardwright.torch.tracing.divided_tail import divided_tails
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.units.divided_costs import divisible_units, observers_aside

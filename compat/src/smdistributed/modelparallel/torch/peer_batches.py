@@ -21,7 +21,8 @@ from torch import Tensor
 
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
-from shardwright.torch.batch.batch import Batch, is_batch_tensor
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.splitter import is_batch_tensor
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))

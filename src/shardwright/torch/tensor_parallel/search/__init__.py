@@ -20,35 +20,3 @@ A module whose way depends on values is recorded on random numbers. What cannot 
 said to be (`FoundPlacements.kept_whole`): a module that looks at values in a unit too large for that, or a
 unit.
 """
-
-from shardwright.torch.tensor_parallel.search.dry_run import (
-    CutTensor,
-    DividedOperations,
-    DryRun,
-    Phase,
-    RankStep,
-    dry_run,
-    dry_run_of_operation,
-)
-from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
-from shardwright.torch.tensor_parallel.search.search import find_placements
-from shardwright.torch.tensor_parallel.search.unit import Material, Unit, is_small, results_of
-from shardwright.torch.tensor_parallel.search.ways import FoundPlacements, WorkShares
-
-__all__ = [
-    "CutTensor",
-    "DividedOperations",
-    "DryRun",
-    "FoundPlacements",
-    "Material",
-    "Phase",
-    "RankStep",
-    "Unit",
-    "WorkShares",
-    "dry_run",
-    "dry_run_of_operation",
-    "find_placements",
-    "group_without_ranks",
-    "is_small",
-    "results_of",
-]
