@@ -142,6 +142,23 @@ def _check_file(path: Path, entry: FileEntry) -> None:
         raise CorruptCheckpointError(f"{path} is damaged: its checksum is not that of what was saved.")
 
 
+def has_content(path: Path, content: Iterable[bytes | memoryview]) -> bool:
+    """Whether a file has this content, byte by byte; no where it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            read = bytearray(2**20)
+            for part in content:
+                view = memoryview(part).cast("B")
+                for start in range(0, len(view), len(read)):
+                    wanted = view[start : start + len(read)]
+                    found = read if len(wanted) == len(read) else bytearray(len(wanted))
+                    if file.readinto(found) < len(wanted) or found != wanted:  # type: ignore[attr-defined]
+                        return False
+            return not file.read(1)
+    except (OSError, CheckpointError):
+        return False
+
+
 # Bytes that are hashed and written at a time.
 _CHUNK = 4 * 2**20
 

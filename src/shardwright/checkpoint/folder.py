@@ -88,6 +88,14 @@ class CheckpointFolder:
             manifest.check(path)
         return SavedCheckpoint(path, manifest)
 
+    def newest(self) -> SavedCheckpoint | None:
+        """The newest checkpoint, unverified; None where there is none that can be opened."""
+        try:
+            commits = self.commits()
+            return self.open(commits[-1].name, verify=False) if commits else None
+        except CheckpointError:
+            return None
+
     def lists(self, name: str) -> bool:
         """Whether a checkpoint is there still: the run that saves may have removed it, as too old."""
         return name in {commit.name for commit in self.commits()}

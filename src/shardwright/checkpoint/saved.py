@@ -1,13 +1,14 @@
 """A checkpoint on disk: during its write, invisible until committed; and opened for reading."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.disk import Disk, FileEntry, Manifest
+from shardwright.checkpoint.disk import Disk, FileEntry, Manifest, has_content
 from shardwright.checkpoint.safe_files import parse, read_regular, reading
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile, file_content
 from shardwright.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex
@@ -27,8 +28,14 @@ class TensorPart:
 
 
 def add_tensors(
-    folder: Path, name: str, parts: Iterable[TensorPart], *, disk: Disk
+    folder: Path,
+    name: str,
+    parts: Iterable[TensorPart],
+    *,
+    disk: Disk,
+    earlier: "SavedCheckpoint | None" = None,
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Writes a file of tensors; where an earlier checkpoint has the same one, as a link to that."""
     entries: dict[str, TensorEntry] = {}
     stored: dict[str, StoredTensor] = {}
     for part in parts:
@@ -40,6 +47,11 @@ def add_tensors(
         stored[key] = part.stored
         piece = Piece(file=name, key=key, offset=part.box.offset, shape=part.box.shape)
         entries[part.name] = TensorEntry(dtype=part.stored.dtype, shape=part.whole, pieces=(*pieces, piece))
+    same = None if earlier is None else earlier.manifest.files.get(name)
+    if earlier is not None and same is not None and has_content(earlier.path / name, file_content(stored)):
+        with suppress(OSError):  # no links on this file system
+            disk.link(earlier.path / name, folder / name)
+            return same, entries
     return disk.write(folder / name, file_content(stored)), entries
 
 

@@ -48,10 +48,10 @@ class _Said(Record):
     """The report of a rank on the files that it has written.
 
     Attributes:
-        not_finite: weights in it that have infinities or NaN.
+        not_finite: weights in them that have infinities or NaN.
     """
 
-    file: FileEntry
+    files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     document: dict[str, Any]
     not_finite: list[str]
@@ -103,11 +103,13 @@ class RankSnapshot:
 
     Attributes:
         parameters: full names of the tensors that are parameters of the model.
+        frozen: those of them that are not trained: they are mostly as they were when saved last.
     """
 
     parts: Sequence[TensorPart]
     parameters: Collection[str]
     document: dict[str, Any]
+    frozen: Collection[str] = ()
 
 
 class SaveUnderWay:
@@ -179,13 +181,12 @@ class SaveUnderWay:
     def _write(self) -> None:
         snapshot = self._snapshot
         assert snapshot is not None
-        name = f"rank-{self._rank:05}.safetensors"
         if self._store is None:
-            self._commit({0: self._written(name, snapshot)})
+            self._commit({0: self._written(snapshot)})
             return
         try:
             with _Beating(self._beat):
-                own = self._written(name, snapshot)
+                own = self._written(snapshot)
                 if self._rank:
                     self._report(own)
         except Exception as error:
@@ -196,11 +197,20 @@ class SaveUnderWay:
             del snapshot
             self._commit({0: own, **self._others()})
 
-    def _written(self, name: str, snapshot: RankSnapshot) -> _Said:
-        """Writes the file of this rank, and looks whether its weights are finite."""
-        free_bytes = shutil.disk_usage(self._draft.path).free
+    def _written(self, snapshot: RankSnapshot) -> _Said:
+        """Writes the files of this rank, and looks whether its weights are finite."""
+        folder, name = self._draft.path, f"rank-{self._rank:05}"
+        free_bytes = shutil.disk_usage(folder).free
+        frozen = [part for part in snapshot.parts if part.name in snapshot.frozen]
+        rest = [part for part in snapshot.parts if part.name not in snapshot.frozen]
         try:
-            file, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+            own = f"{name}.safetensors"
+            file, tensors = add_tensors(folder, own, rest, disk=self._disk)
+            files = {own: file}
+            if frozen:
+                own, earlier = f"{name}.frozen.safetensors", self._folder.newest()
+                files[own], more = add_tensors(folder, own, frozen, disk=self._disk, earlier=earlier)
+                tensors |= more
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -209,7 +219,7 @@ class SaveUnderWay:
                 f"{_told(error)}: this rank has {needed} to write, and {format_bytes(free_bytes)} were free"
             ) from error
         bad = not_finite_in(snapshot.parts, parameters=snapshot.parameters)
-        return _Said(file=file, tensors=tensors, document=snapshot.document, not_finite=bad)
+        return _Said(files=files, tensors=tensors, document=snapshot.document, not_finite=bad)
 
     # ---- between ranks ----
 
@@ -294,7 +304,7 @@ class SaveUnderWay:
 
     def _commit(self, ranks: Mapping[int, _Said]) -> None:
         draft, disk = self._draft, self._disk
-        files = {f"rank-{rank:05}.safetensors": said.file for rank, said in ranks.items()}
+        files = {name: entry for said in ranks.values() for name, entry in said.files.items()}
         self._refuse_folders_apart(files)
         index = TensorIndex.joined(said.tensors for said in ranks.values())
         others = self._others_of([ranks[rank].document for rank in sorted(ranks)])
@@ -318,7 +328,7 @@ class SaveUnderWay:
             path = self._draft.path / name
             size = path.stat().st_size if path.is_file() else None
             if size != entry.size:
-                rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
+                rank = int(name.removeprefix("rank-").partition(".")[0])
                 raise CheckpointError(
                     f"rank {rank} has written {name} with {entry.size} bytes, and rank 0 finds "
                     f"{'nothing' if size is None else f'{size} bytes'} at {path}. Give a folder that all "

@@ -215,10 +215,11 @@ def take_snapshot(
     for name, tensor in extra.items():
         box = Box.whole(tensor.shape)
         parts.append(TensorPart(name, whole=box.shape, box=box, stored=store(tensor)))
-    parameters = frozenset(f"{MODEL}{name}" for name, _ in model.local_named_parameters())
+    trained = {f"{MODEL}{name}": p.requires_grad for name, p in model.local_named_parameters()}
+    frozen = frozenset(name for name, is_trained in trained.items() if not is_trained)
     # Not by `asdict`, which copies states.
     beside = {field.name: getattr(document, field.name) for field in fields(document)}
-    return RankSnapshot(parts, parameters, beside)
+    return RankSnapshot(parts, trained.keys(), beside, frozen)
 
 
 def _stored_copy(tensor: Tensor) -> StoredTensor:
