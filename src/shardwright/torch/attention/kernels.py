@@ -2,7 +2,6 @@
 
 ::
 
-    flash-attn   the wheel of that name, where it is installed: 16 bits on CUDA
     flash        PyTorch's scaled_dot_product_attention with a fused kernel
     efficient      (on CUDA the one that PyTorch prefers of those that take the inputs)
     cudnn
@@ -14,12 +13,9 @@ Shapes: B samples, H heads, G heads of keys (H is a multiple), Q queries, K keys
 key, E channels of a value.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,8 +33,6 @@ from shardwright.torch._private.tensors import FakeTensor, attention_kernel, fun
 from shardwright.torch.attention.blockwise import Seen, blockwise_attention
 
 _FUSED_ON_CPU = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-_16_BITS = frozenset({torch.bfloat16, torch.float16})
-_LARGEST_HEAD_OF_WHEEL = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +98,6 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, atten
     """The kernel for an attention; the same for tensors without data."""
     if torch.compiler.is_compiling() or function_transforms_active():
         return Choice("PyTorch")
-    if _wheel_takes(query, key, value, mask, attention):
-        return Choice("flash-attn")
     refused = _refused_everywhere(query, key, value, mask, attention)
     if refused:
         return Choice("blockwise", refused)
@@ -171,42 +163,6 @@ _ON_CUDA: tuple[tuple[str, Callable[..., bool]], ...] = (
 )
 
 
-def _wheel_takes(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention
-) -> bool:
-    return (
-        query.device.type == "cuda"
-        and mask is None
-        and {query.dtype, key.dtype, value.dtype} in ({dtype} for dtype in _16_BITS)
-        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD_OF_WHEEL
-        # It counts positions from the last query and the last key.
-        and (not attention.seen.causal or attention.seen.shift == key.shape[2] - query.shape[2])
-        and _wheel() is not None
-    )
-
-
-@cache
-def _wheel() -> Any:
-    """``flash_attn_func`` of the wheel; None where there is none."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    return getattr(importlib.import_module("flash_attn"), "flash_attn_func", None)
-
-
-def _by_wheel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention) -> Tensor:
-    if isinstance(query, FakeTensor):  # older wheels have no kernels without data
-        return _by_pytorch(query, key, value, mask, attention)
-    window = attention.seen.window
-    result: Tensor = _wheel()(
-        *(tensor.transpose(1, 2) for tensor in (query, key, value)),
-        dropout_p=attention.dropout,
-        softmax_scale=attention.scale,
-        causal=attention.seen.causal,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-    )
-    return result.transpose(1, 2)
-
-
 def _by_pytorch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention
 ) -> Tensor:
@@ -254,7 +210,6 @@ def _plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, att
 
 
 _CALLS: dict[str, Callable[..., Tensor]] = {
-    "flash-attn": _by_wheel,
     "blockwise": _by_blocks,
     "plain": _plainly,
     **dict.fromkeys(("flash", "efficient", "cudnn", "math", "PyTorch"), _by_pytorch),

@@ -1,14 +1,10 @@
 """Which kernel computes an attention, and why not a fused one."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.torch._private.tensors import attention_kernel, new_fake_mode
-from shardwright.torch.attention import kernels
+from shardwright.torch._private.tensors import attention_kernel
 from shardwright.torch.attention.blockwise import Seen
 from shardwright.torch.attention.kernels import Attention, Choice, attend, choose
 
@@ -90,50 +86,3 @@ def test_transforms_of_torch_func_are_left_to_pytorch():
     wanted = query.clone().requires_grad_()
     attend(wanted, key, value, None, attention)[0].sum().backward()
     torch.testing.assert_close(found, wanted.grad, rtol=0, atol=1e-12)
-
-
-class TestWheel:
-    """flash-attn, in whose place a function stands that computes the same on a CPU."""
-
-    @pytest.fixture(autouse=True)
-    def _wheel(self, monkeypatch):
-        def flash_attn_func(query, key, value, dropout_p, softmax_scale, causal, window_size):
-            self.called_with = {"dropout_p": dropout_p, "causal": causal, "window_size": window_size}
-            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-            window = None if window_size == (-1, -1) else window_size[0] + 1
-            seen = Seen(causal=causal, shift=key.shape[2] - query.shape[2], window=window)
-            return kernels._by_blocks(query, key, value, None, Attention(softmax_scale, seen)).transpose(1, 2)
-
-        module = SimpleNamespace(flash_attn_func=flash_attn_func, __spec__=SimpleNamespace())
-        monkeypatch.setitem(sys.modules, "flash_attn", module)
-        kernels._wheel.cache_clear()
-        yield
-        kernels._wheel.cache_clear()
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_takes_16_bits_on_cuda(self, dtype):
-        window = Attention(0.5, Seen(causal=True, window=3))
-        with new_fake_mode():
-            given = tensors(dtype, device="cuda")
-            assert choose(*given, None, window) == Choice("flash-attn")
-            assert choose(*given, None, Attention(0.5, dropout=0.1)) == Choice("flash-attn")
-            late = Attention(0.5, Seen(causal=True, shift=2))
-            assert choose(*given, None, late).kernel != "flash-attn"
-
-    @pytest.mark.skipif(
-        torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-        reason="PyTorch for GPUs asks the driver, and there is none",
-    )
-    def test_takes_no_other_types_masks_devices(self):
-        assert choose(*tensors(torch.bfloat16), None, PLAIN) == Choice("flash")
-        with new_fake_mode():
-            assert choose(*tensors(torch.float32, device="cuda"), None, PLAIN).kernel != "flash-attn"
-            given, mask = tensors(torch.bfloat16, device="cuda"), torch.ones(8, 8, device="cuda")
-            assert choose(*given, mask, PLAIN).kernel != "flash-attn"
-
-    def test_is_called_with_its_own_layout(self):
-        given = tensors(torch.bfloat16)
-        attention = Attention(0.5, Seen(causal=True, window=3))
-        result = kernels._by_wheel(*given, None, attention)
-        assert self.called_with == {"dropout_p": 0.0, "causal": True, "window_size": (2, 0)}
-        torch.testing.assert_close(result, kernels._by_blocks(*given, None, attention))

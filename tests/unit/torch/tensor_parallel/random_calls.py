@@ -199,12 +199,6 @@ _sized(
     2,
     mv=lambda d, m, k: (aten.mv.default, d.tensor(m, k), d.tensor(k)),
     addmv=lambda d, m, k: (aten.addmv.default, d.tensor(m), d.tensor(m, k), d.tensor(k)),
-    upsample_backward=lambda d, n, c: (
-        aten.upsample_nearest2d_backward.default,
-        d.dense(n, c, 4, 4),
-        [4, 4],
-        [n, c, 2, 2],
-    ),
 )
 _plain(
     add_number=lambda d: (aten.add.Tensor, d.tensor(*d.sizes(2)), 3.0),
@@ -263,12 +257,6 @@ _plain(
     ),
     as_strided=lambda d: (aten.as_strided.default, d.dense(4, 3), [2, 2], [3, 1], d.size(0, 2)),
     view_as_complex=lambda d: (aten.view_as_complex.default, d.dense(*d.sizes(2), 2)),
-    max_pool=lambda d: (aten.max_pool2d_with_indices.default, d.dense(d.size(), d.size(), 4, 4), [2, 2]),
-    adaptive_avg_pool=lambda d: (
-        aten._adaptive_avg_pool2d.default,
-        d.dense(d.size(), d.size(), 5, 5),
-        [2, 2],
-    ),
     nonzero=lambda d: (aten.nonzero.default, d.mask(*d.sizes(2))),
     zeros_like=lambda d: (aten.zeros_like.default, d.tensor(*d.sizes(2))),
     normal_in_place=lambda d: (
@@ -642,25 +630,6 @@ def layer_norm_backward(d):
 
 
 @case
-def group_norm(d):
-    n, g, c, s = d.sizes(4)
-    channels = g * c
-    data = d.dense(n, channels, s)
-    return aten.native_group_norm.default, data, d.dense(channels), d.dense(channels), n, channels, s, g, 1e-5
-
-
-@case
-def group_norm_backward(d):
-    n, g, c, s = d.sizes(4)
-    channels = g * c
-    data, weight = d.dense(n, channels, s), d.dense(channels)
-    _, mean, rstd = aten.native_group_norm.default(data, weight, weight, n, channels, s, g, 1e-5)
-    gradient = d.dense(n, channels, s)
-    backward = aten.native_group_norm_backward.default
-    return backward, gradient, data, mean, rstd, weight, n, channels, s, g, [True, True, True]
-
-
-@case
 def batch_norm(d):
     n, c, s = d.sizes(3, least=2)
     train = d.flag()
@@ -703,13 +672,6 @@ def convolution_backward(d):
     gradient = d.dense(*result.shape)
     sizes = [bias.shape[0]]
     return aten.convolution_backward.default, gradient, data, weight, sizes, *more, [True, True, True]
-
-
-@case
-def avg_pool_backward(d):
-    n, c = d.sizes(2)
-    backward = aten.avg_pool2d_backward.default
-    return backward, d.dense(n, c, 2, 2), d.dense(n, c, 4, 4), [2, 2], [], [0, 0], False, True, None
 
 
 @case
