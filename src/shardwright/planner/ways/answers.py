@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from shardwright.costs import Sharded
 from shardwright.errors import ConfigError, InfeasiblePlanError, PlanError, UsageError
 from shardwright.plan import Plan
 from shardwright.planner.degrees import Planned, plan_survivors
@@ -65,9 +66,31 @@ def reasons(answer: Answer) -> list[str]:
         f"Peak memory (busiest rank): {format_bytes(best.peak_bytes)} of {format_bytes(best.limit_bytes)} "
         f"({share:.0%}): {best.memory_text}."
     )
+    found += with_a_node_less(task, best)
     if best.not_run_yet:
         found.append(f"This version does not run {_listed(best.not_run_yet)} yet.")
     return [*found, f"The times are {best.provenance}."]
+
+
+def with_a_node_less(task: Task, way: Way) -> list[str]:
+    """A sentence about a lost node: the replicas that are whole go on, if they fit."""
+    nodes = sum(number for _, number in task.machines.nodes)
+    if nodes == 1:
+        return []
+    o, per_node = way.options, task.machines.nodes[0][0].num_accelerators
+    data, shard = int(o.data), int(o.shard)
+    together = int(o.expert_samples) if o.sharded == Sharded.NOTHING or shard == data else shard
+    lost = -(-per_node // int(o.tensor * o.pipeline * o.context))
+    left = (data - lost) // together * together
+    if left < 1:
+        return ["A lost node stops the run until it is replaced: each replica is on all nodes."]
+    fewer = replace(o, data=float(left), shard=float(left if shard == data else shard))
+    prices = prices_of(task, fewer)
+    peak, share = int(prices.num_bytes.total), left / data * way.step_s / float(prices.seconds.total)
+    at = f"at {share:.0%} of the rate" if peak <= way.limit_bytes else "only with more memory"
+    return [
+        f"With a node lost, {left} of {counted(data, 'replica')} go on {at}: {format_bytes(peak)} a rank."
+    ]
 
 
 def ideal_text(best: Way, ideal: Way, *, objective: str = "speed") -> str:

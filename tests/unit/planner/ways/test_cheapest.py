@@ -16,7 +16,7 @@ from shardwright.catalogue import find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.errors import ConfigError, InfeasiblePlanError, PlanError, UsageError
 from shardwright.planner.ways import Task, largest_batch, search
-from shardwright.planner.ways.answers import best_plan, cheapest, offers
+from shardwright.planner.ways.answers import best_plan, cheapest, offers, reasons
 from shardwright.planner.ways.space import parse_pins
 
 TASK = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("p5.48xlarge*6"), batch=96)
@@ -126,6 +126,24 @@ def test_what_this_version_does_not_run_is_said():
     mixed = replace(runs, best=answer.best, alternatives=(runs.best,))
     _, plan = best_plan(mixed, lambda samples, settings: planned())
     assert re.search(rf"{missing}\. Searched:", plan.why[-1])
+
+
+@pytest.mark.parametrize(
+    ("machines", "pins", "said"),
+    [
+        ("p4d.24xlarge", {}, None),
+        ("p4d.24xlarge*4", {"pipeline": 32}, "stops the run"),
+        ("p4d.24xlarge*4", {"pipeline": 8, "data": 4, "sharded": 0}, "3 of 4 replicas go on at 75%"),
+        ("p4d.24xlarge*4", {"pipeline": 16, "data": 2, "sharded": 0}, "1 of 2 replicas go on at 50%"),
+        ("p4d.24xlarge*4", {"pipeline": 1, "data": 32, "sharded": 3, "shard": 16}, "16 of 32 replicas"),
+        ("p4d.24xlarge*4", {"pipeline": 1, "data": 32, "sharded": 3, "shard": 32}, "24 of 32 replicas"),
+    ],
+)
+def test_what_a_lost_node_leaves(machines, pins, said):
+    pins = {"tensor": 1, "context": 1, **pins}
+    found = answer_of(machines=parse_inventory(machines), pins=pins)
+    lines = [line for line in reasons(found) if "node lost" in line or "lost node" in line]
+    assert [said in line for line in lines] == ([] if said is None else [True])
 
 
 def test_names_of_others_and_values_by_name():
