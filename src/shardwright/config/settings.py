@@ -174,6 +174,11 @@ class Settings(BaseModel):
         description="Run microbatches from a list of the calls that earlier ones have made, without the "
         "Python between units: where that has no effects of its own, or never.",
     )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compile the units of each rank, as model.compile() does; auto: on GPUs alone, where the "
+        "units that a plan has timed take less time so.",
+    )
     offload_activations: bool | Literal["auto"] = Field(
         False,
         description="Offload what units keep for their backward: to the host's memory from GPUs, to a file "
@@ -244,6 +249,11 @@ class Settings(BaseModel):
     def _replay_switch(cls, value: Any) -> Any:
         # YAML reads off as false.
         return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _compile_switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod

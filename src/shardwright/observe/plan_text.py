@@ -103,6 +103,7 @@ def _model(plan: Plan) -> str:
         f"{counted(len(model.units), 'unit')}"
         + (f", {recomputed} of them recomputed" if recomputed else "")
         + (f", {offloaded} offloaded" if offloaded else "")
+        + (", compiled" if plan.compiled else "")
     ]
     for name, stages in plan.replicated.items():
         lines.append(f"  {printable(name)} is held by stages {', '.join(map(str, stages))}")

@@ -55,6 +55,7 @@ class Plan(Record):
         schedule: order of work.
         stages: what runs where.
         replicated: parameters that several stages hold, with those stages; their gradients are summed.
+        compiled: units run as compiled code; left out of files where they do not.
         tensor: how ranks share the parameters of a stage; None, and left out of files, where they do not.
         prediction: what the simulator expects; None for plans written by hand.
         why: reasons, one sentence each.
@@ -62,7 +63,7 @@ class Plan(Record):
         pins: the settings that the user fixed.
     """
 
-    left_out: ClassVar = ("tensor",)
+    left_out: ClassVar = ("compiled", "tensor")
 
     plan_version: Literal[2] = 2
     created_by: str = f"shardwright {__version__}"
@@ -71,6 +72,7 @@ class Plan(Record):
     schedule: SchedulePlan
     stages: tuple[StagePlan, ...]
     replicated: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    compiled: bool = False
     tensor: TensorPlan | None = None
     prediction: Prediction | None = None
     why: tuple[str, ...] = ()

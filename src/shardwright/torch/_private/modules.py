@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import _guards
 from torch.autograd import profiler
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import _functional_collectives
@@ -110,6 +111,24 @@ def put_compiler_stance(stance: Any) -> Any:
     """
     put, as_written = _stances()
     return put(as_written if stance is None else stance)
+
+
+def compile_with_backward(backend: str, graph: Any, inputs: Any) -> Any:
+    """Compiles a graph of the compiler's by a backend of this name, forward and backward now.
+
+    PyTorch keeps what goes wrong with the backward until it is called, in the middle of a step.
+    """
+    from torch._dynamo import lookup_backend  # takes long to import
+    from torch._functorch import config
+
+    with config.patch(force_non_lazy_backward_lowering=True):
+        return lookup_backend(backend)(graph, inputs)
+
+
+def code_being_compiled() -> str:
+    """The name of the function of which the compiler has made the graph that a backend gets."""
+    codes = _guards.TracingContext.get_traced_code()
+    return codes[0].co_name if codes else "a unit"
 
 
 def compiler_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:

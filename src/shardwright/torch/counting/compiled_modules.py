@@ -2,7 +2,8 @@
 
 The wrapper that `torch.compile(module)` returns is removed. Parameter names are those without the wrapper,
 and the module calls its compiled code itself, as after ``module.compile()``. Where a compiled module is
-split, each unit inside it is compiled in the same way; units of one kind share the code.
+split, each unit inside it is compiled in the same way; units of one kind share the code. The setting
+`compile` has a model compiled so, with code that cannot be compiled as Python wrote it.
 
 A unit runs many times to be timed. Hooks that count, print or collect must not see these runs, yet the unit
 must be timed with the hooks that belong to its computation::
@@ -21,6 +22,7 @@ them.
 """
 
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,9 +33,19 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private.modules import compiler_of, hooks_of_every_module
+from shardwright.plan import Plan
+from shardwright.run.context import Context
+from shardwright.torch._private.modules import (
+    code_being_compiled,
+    compile_with_backward,
+    compiler_of,
+    hooks_of_every_module,
+)
 from shardwright.torch.counting.cost_counter import class_key
+from shardwright.torch.interception.compiled_code import look_for_compiled_code
 from shardwright.torch.interception.unit_attributes import collects
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "_orig_mod."
 
@@ -90,8 +102,13 @@ def _is_compiled_function(item: Any) -> bool:
     return is_flex or compiler_of(item) is not None
 
 
-def compile_units(model: nn.Module, names: Iterable[str]) -> None:
-    """Compiles those units that are inside of a compiled module, as that is compiled."""
+def compile_units(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None:
+    """Compiles those units that are inside of a compiled module, as that is compiled.
+
+    Args:
+        alone: the modules around them are no longer compiled.
+    """
+    outside: set[nn.Module] = set()
     for name in names:
         unit = model.get_submodule(name)
         parts = name.split(".")
@@ -100,7 +117,50 @@ def compile_units(model: nn.Module, names: Iterable[str]) -> None:
         if compiled is not unit:
             compiler = compiler_of(vars(compiled)["_compiled_call_impl"])
             if compiler is not None:
-                _set_call(unit, _new_call(compiler, class_key(unit)))
+                _set_call(unit, _new_call(compiler, unit))
+        outside.update(around[1:])
+    for module in outside if alone else ():
+        vars(module)["_compiled_call_impl"] = None
+
+
+BACKEND = "inductor"
+
+_told: set[str] = set()
+
+
+def compile_as_wished(model: nn.Module, context: Context, plan: Plan | None = None) -> None:
+    """Compiles a model as the setting `compile` asks for, or, once there is a plan, as that does."""
+    wished = context.config.compile
+    if wished == "on" if plan is None else wished == "auto" and plan.compiled:
+        share = context.mesh.share
+        if share == 1:
+            compile_whole(model)
+        elif context.rank == 0:
+            log.warning(
+                "compile has no effect: a compiler does not see how %d ranks share a layer's tensors. All "
+                "units run as written.",
+                share,
+            )
+
+
+def compile_whole(model: nn.Module) -> None:
+    """Compiles a model, but for what the script has compiled in it."""
+    if not any(map(is_compiled, model.modules())):
+        model.compile(backend=_or_as_written)
+        look_for_compiled_code()
+
+
+def _or_as_written(graph: Any, inputs: Any) -> Any:
+    """A backend of `torch.compile` that says what it cannot compile, and has that run as it is."""
+    try:
+        return compile_with_backward(BACKEND, graph, inputs)
+    except Exception as error:
+        kind = code_being_compiled()
+        if kind not in _told:
+            _told.add(kind)
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning("%s runs as written: %s cannot compile it: %s", kind, BACKEND, why)
+        return graph.forward
 
 
 def compile_as(twin: nn.Module, module: nn.Module) -> None:
@@ -110,7 +170,7 @@ def compile_as(twin: nn.Module, module: nn.Module) -> None:
         if isinstance(compiled, _CompiledCall):
             _set_call(own, compiled.function)
         elif compiled is not None and (compiler := compiler_of(compiled)) is not None:
-            _set_call(own, _new_call(compiler, class_key(own)))
+            _set_call(own, _new_call(compiler, own))
 
 
 class _CompiledCall:
@@ -130,13 +190,14 @@ def _set_call(module: nn.Module, function: Callable[..., Any]) -> None:
     vars(module)["_compiled_call_impl"] = _CompiledCall(module, function)
 
 
-def _new_call(compiler: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """A compiled function that calls a module."""
+def _new_call(compiler: Callable[..., Any], unit: nn.Module) -> Callable[..., Any]:
+    """A compiled function that calls modules of a kind, and is called as their class."""
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    call.__code__ = _CODES.setdefault(kind, call.__code__.replace())
+    code = call.__code__.replace(co_name=type(unit).__name__)
+    call.__code__ = _CODES.setdefault(class_key(unit), code)
     compiled: Callable[..., Any] = compiler(call)
     return compiled
 
@@ -161,7 +222,7 @@ def _unwrapped(module: nn.Module, name: str) -> nn.Module:
         compiler = compiler_of(module)
         module = module._modules["_orig_mod"]  # type: ignore[assignment]
         if compiler is not None and not is_compiled(module):
-            _set_call(module, _new_call(compiler, class_key(module)))
+            _set_call(module, _new_call(compiler, module))
     return module
 
 

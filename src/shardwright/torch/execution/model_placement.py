@@ -20,6 +20,7 @@ from shardwright.schedule import splits_backward
 from shardwright.torch.backward.activation_checkpointing import marked_inside
 from shardwright.torch.backward.split_backward import split_modules
 from shardwright.torch.batch.batch import Batch
+from shardwright.torch.counting.compiled_modules import compile_as_wished
 from shardwright.torch.execution.agreement import Agreement, TrainedModel
 from shardwright.torch.execution.executor import Executor
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
@@ -184,6 +185,7 @@ class ModelPlacement:
         """Finds the units of a plan in the model; gives ids of those in modules that recompute themselves."""
         module, names = self._model.get_module(), plan.unit_names
         refuse_unknown_units(module, names)
+        compile_as_wished(module, self._context, plan)
         units = self._programs.set_units(names)
         self._materialiser.buffers_outside(units)
         return marked_inside(module, set(units.units))

@@ -7,7 +7,7 @@ offload everything, speaks of units, so the first batch is traced for them.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,19 @@ from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.units.model_traces import trace_parts
 
 
+class Kept(NamedTuple):
+    """Names of the units, where they are called by themselves, and of those that offload what they keep."""
+
+    units: list[str]
+    offloaded: list[str]
+
+
 def keep_as_wished(
     context: Context,
     module: nn.Module,
     function: Callable[..., Any],
     part: Batch,
-) -> list[str]:
+) -> Kept:
     """Marks the units to recompute; checks the plan first, if there is one."""
     config = context.config
     if context.plan is not None:
@@ -52,15 +59,18 @@ def keep_as_wished(
         _check(context.plan, context, UnitMap.of(module, names), function, part)
         stages = context.plan.stages
         _mark(module, names, {label.split("#")[0] for stage in stages for label in stage.recompute})
-        return list(dict.fromkeys(label.split("#")[0] for stage in stages for label in stage.offload))
-    if config.activation_checkpointing == "full" or config.offload_activations is True:
+        return Kept(names, list(dict.fromkeys(label.split("#")[0] for s in stages for label in s.offload)))
+    if (
+        config.activation_checkpointing == "full"
+        or config.offload_activations is True
+        or config.compile == "on"
+    ):
         trace = trace_parts(module, function, {1: part}, device=context.device, num_stages=2)[1]
         names = list(dict.fromkeys(label.split("#")[0] for label in trace.graph.labels))
         if config.activation_checkpointing == "full":
             _mark(module, names, names)
-        if config.offload_activations is True:
-            return names
-    return []
+        return Kept(names, names if config.offload_activations is True else [])
+    return Kept([], [])
 
 
 def _check(

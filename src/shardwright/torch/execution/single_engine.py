@@ -25,11 +25,12 @@ from shardwright.torch.backward.loss_reduction import LossForm, Shadows, Watched
 from shardwright.torch.backward.waiting_heads import heads_may_wait, mark_heads
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import BatchResult, Figures, detached, places_of
-from shardwright.torch.counting.compiled_modules import compile_units
+from shardwright.torch.counting.compiled_modules import compile_as_wished, compile_units
 from shardwright.torch.execution.agreement import TrainedModel
 from shardwright.torch.execution.executor import number_of_parts
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.plain_microbatch import PlainMicrobatch, keep_as_wished
+from shardwright.torch.interception.compiled_code import nothing_compiled
 from shardwright.torch.interception.coroutine import model_calls_marked
 from shardwright.torch.interception.glue import (
     batch_running,
@@ -166,9 +167,12 @@ class SingleEngine:
         module = self._model.get_module()
         self._statistics.training_begins(module, batch, microbatches=len(parts))
         if not self._prepared:
-            names = keep_as_wished(self._context, module, function, parts[0])
-            compile_units(module, names)
-            self._offloaded = frozenset(map(module.get_submodule, names))
+            kept = keep_as_wished(self._context, module, function, parts[0])
+            if self._context.plan is not None:
+                compile_as_wished(module, self._context, self._context.plan)
+            # What recomputes units, or offloads what they keep, is around compiled code, and not in it.
+            compile_units(module, kept.units, alone=True)
+            self._offloaded = frozenset(map(module.get_submodule, kept.offloaded))
             self._order = None
             if self._context.plan is not None:
                 self._offloading.reserve(*offloaded_bytes(self._context.plan))
@@ -215,6 +219,7 @@ class SingleEngine:
             with (
                 range_named(f"microbatch {index}"),
                 model_calls_marked(self._model.get_module()) if watch or watched else nullcontext(),
+                nothing_compiled() if watch or watched else nullcontext(),
                 watch or watched or nullcontext(),
             ):
                 result = function(*args, **kwargs)

@@ -28,7 +28,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.run.context import Context
 from shardwright.run.timing import Timing, repetitions
 from shardwright.torch.backward.split_backward import allow_split, put_off_weights, split_modules, unsplit
-from shardwright.torch.counting.compiled_modules import compile_as
+from shardwright.torch.counting.compiled_modules import compile_as, compile_whole
 from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
 from shardwright.torch.interception.step_code import tracing
 from shardwright.torch.python_state.shared_state import filled_copy
@@ -64,8 +64,12 @@ class Clock:
         return time.perf_counter()
 
 
-def on_copies(context: Context) -> Callable[[Any, str, bool], Timing]:
-    """What times a class of a trace, given its key, for `Profiler`; random numbers stay what they are."""
+def on_copies(context: Context, *, compiled: bool = False) -> Callable[[Any, str, bool], Timing]:
+    """What times a class of a trace, given its key, for `Profiler`; random numbers stay what they are.
+
+    Args:
+        compiled: units are compiled first.
+    """
 
     def time_class(trace: Any, key: str, share_cores: bool) -> Timing:
         generators = get_state(context.device)
@@ -76,6 +80,7 @@ def on_copies(context: Context) -> Callable[[Any, str, bool], Timing]:
                     device=context.device,
                     share_cores=share_cores,
                     others_bytes=_bytes_of(trace.graph),
+                    compiled=compiled,
                 )
         finally:
             set_state(generators, context.device)
@@ -96,21 +101,35 @@ def measure_class(
     device: torch.device,
     share_cores: bool = False,
     others_bytes: int = _MOST_OTHERS_BYTES,
+    compiled: bool = False,
 ) -> Timing:
+    time_it = partial(
+        _measured,
+        sample,
+        device=device,
+        share_cores=share_cores,
+        others_bytes=others_bytes,
+        compiled=compiled,
+    )
+
     def measured() -> Timing:
         with over_replicas(sends=False):
-            return _measured(sample, device=device, share_cores=share_cores, others_bytes=others_bytes)
+            return time_it()
 
     if not isinstance(sample.func, nn.Module):
         return measured()
     return sample.hooks.unseen(sample.func, measured)
 
 
-def _measured(sample: Sample, *, device: torch.device, share_cores: bool, others_bytes: int) -> Timing:
+def _measured(
+    sample: Sample, *, device: torch.device, share_cores: bool, others_bytes: int, compiled: bool
+) -> Timing:
     func, can_be_split = sample.func, False
     if isinstance(func, nn.Module):
         func = copy_of_module(func, device)
         compile_as(func, sample.func)
+        if compiled:
+            compile_whole(func)
         unsplit(list(func.modules()))  # a run before this one may have split the module
         can_be_split = bool(split_modules(func))
     wholes: list[_Seconds] = []

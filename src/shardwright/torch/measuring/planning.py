@@ -36,13 +36,13 @@ from shardwright.planner import (
 from shardwright.planner.degrees import with_or_without_sequences
 from shardwright.planner.division import Division
 from shardwright.planner.fabric import Fabric
-from shardwright.profile import Profile
 from shardwright.run.context import Context
 from shardwright.run.machine import cost_cache, present_cluster
 from shardwright.run.memory import OwnCores
 from shardwright.run.planning import placed_by_hand, plan_of_first_rank, profiles_of
 from shardwright.run.profiler import Profiler, shares_cores
 from shardwright.torch.batch.batch import Batch
+from shardwright.torch.measuring.compiled_times import CompiledTimes, faster_of_both
 from shardwright.torch.measuring.device_rates import measured_operation_s, measured_prices, update_costs
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.last_plan import LastPlan, memory_cache
@@ -80,13 +80,13 @@ class Planner:
         context = self._context
         last = LastPlan(context, self._model, samples=batch.num_samples or 0)
         previous = context.from_first_rank(last.read)
-        units = context.from_first_rank(lambda: last.is_of_this_code and previous is not None)
+        same = context.from_first_rank(lambda: last.is_of_this_code and previous is not None)
         counts = self._counts(batch)
         if previous is not None and previous.schedule.microbatches in counts:
             counts = (previous.schedule.microbatches,)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model") as phase, collector_paused():
-            trace_all = partial(self._trace, function, batch, counts, previous if units else None, phase)
+            trace_all = partial(self._trace, function, batch, counts, previous if same else None, phase)
             traces = self._as_in_training(trace_all)
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
@@ -94,9 +94,9 @@ class Planner:
         cluster = with_host_costs(context, with_tier(context, present_cluster(context, update_costs)))
         context.cluster = cluster
         with torch.set_grad_enabled(gradients):
-            profiles = self._profiles(traces, again=previous is not None)
+            units = self._units(traces, previous)
         prices, operation_s = self._prices(cluster), self._operation_s()
-        candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
+        candidates = {m: (trace.graph, units.profiles[m]) for m, trace in traces.items()}
         plan_with = partial(
             make_plan,
             cluster=cluster,
@@ -129,6 +129,9 @@ class Planner:
                 on_all=parts is not None,
             )
             self._remember(parts)
+        plan = plan.model_copy(
+            update={"compiled": units.compiled, "why": (*plan.why, *filter(None, [units.why]))}
+        )
         if context.rank == 0:
             last.write(plan)
         as_it_runs = gradients == torch.is_grad_enabled()
@@ -194,18 +197,20 @@ class Planner:
             cache.write({key: each for key, each in memory.items() if each.weight_bytes is not None})
         return traces
 
-    def _profiles(self, traces: dict[int, Trace], *, again: bool) -> dict[int, Profile]:
+    def _units(self, traces: dict[int, Trace], previous: Plan | None) -> CompiledTimes:
         context, begun_s = self._context, time.perf_counter()
         whole = 1.0 if context.mesh.share == 1 else 1.0 - _OF_PARTS
+        budget_s = context.config.measure_s * whole
         profiles = profiles_of(
             context,
             traces,
             profiler=lambda: Profiler(context, time_class=on_copies(context)),
-            budget_s=context.config.measure_s * whole,
-            again=again,
+            budget_s=budget_s,
+            again=previous is not None,
         )
+        found = faster_of_both(context, self._model, traces, profiles, budget_s=budget_s, previous=previous)
         self._measured_s = time.perf_counter() - begun_s
-        return profiles
+        return found
 
     def _prices(self, cluster: Cluster) -> TensorPrices | None:
         """What tensor-parallel ranks pay; collective over all ranks. None where there are none."""

@@ -15,7 +15,7 @@ from shardwright.run.context import Context, context, is_initialized
 from shardwright.run.memory import keep_freed_memory
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.step_output import BatchResult, StepEngine
-from shardwright.torch.counting.compiled_modules import without_prefixes
+from shardwright.torch.counting.compiled_modules import compile_as_wished, without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
 from shardwright.torch.interception.backward_calls import refuse_no_tensor
@@ -100,6 +100,7 @@ class DistributedModel(SpreadModule):
         if isinstance(module, DistributedModel):
             raise UsageError("this model is wrapped already. Call DistributedModel once.")
         module = accepted(module, current)
+        compile_as_wished(module, current)
         bucket_bytes = int(bucket_cap_mb * 2**20)
         replicas = Replicas(current, module, bucket_bytes=bucket_bytes, overlap=overlapping_allreduce)
         super().__init__(module, replicas)
