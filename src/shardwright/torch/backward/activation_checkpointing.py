@@ -68,14 +68,13 @@ def set_activation_checkpointing(
     Call it before the first step. A module that is spread over stages is recomputed unit by unit.
 
     Args:
-        module: any module of the model. For an `nn.Sequential`, its children are recomputed by `strategy`.
+        module: any module of the model. For an `nn.Sequential`, its children are.
         preserve_rng_state: draw the same random numbers again (dropout); False is faster where nothing is
             drawn.
         pack_args_as_tuple: accepted for scripts written for other libraries; arguments are passed as they
             come.
-        strategy: for `nn.Sequential`: ``"each"`` child by itself, ``"contiguous"`` all children of a stage,
-            or ``"group_N"`` N at a time. Children that are placed one by one are always recomputed one by
-            one.
+        strategy: for `nn.Sequential`; ``"contiguous"`` and ``"group_N"`` are accepted for scripts written for
+            other libraries. Children are recomputed one by one, like ``"each"``.
 
     Raises:
         UsageError: the strategy is unknown, or the module is not one.
@@ -87,7 +86,7 @@ def set_activation_checkpointing(
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"set_activation_checkpointing takes an nn.Module, not a {type(module).__name__}.")
-    size = _group_size(strategy)
+    _check_strategy(strategy)
     if not isinstance(module, nn.Sequential):
         if strategy != "each":
             raise UsageError(
@@ -95,13 +94,10 @@ def set_activation_checkpointing(
             )
         mark_recomputed(module, preserve_rng_state=preserve_rng_state)
         return
-    if size == 1:
-        for child in module:
-            # An activation by itself keeps no less when recomputed, and may work in place on its input.
-            if next(child.parameters(), None) is not None:
-                mark_recomputed(child, preserve_rng_state=preserve_rng_state)
-        return
-    module.__dict__["forward"] = _GroupedForward(module, size, preserve_rng_state)
+    for child in module:
+        # An activation by itself keeps no less when recomputed, and may work in place on its input.
+        if next(child.parameters(), None) is not None:
+            mark_recomputed(child, preserve_rng_state=preserve_rng_state)
 
 
 def is_marked(module: nn.Module) -> bool:
@@ -113,20 +109,12 @@ def marked_inside(model: nn.Module, unit_ids: set[int]) -> set[int]:
     """Units to recompute because a module around them is marked; that module's own mark is taken off."""
     found: set[int] = set()
     for module in model.modules():
-        grouped = isinstance(vars(module).get("forward"), _GroupedForward)
-        if id(module) in unit_ids or not (is_marked(module) or grouped):
+        if id(module) in unit_ids or not is_marked(module):
             continue
         inside = [sub for sub in module.modules() if id(sub) in unit_ids]
-        if not inside:
-            continue
-        if grouped:
-            log.warning(
-                "%s is placed child by child, so each child is recomputed by itself", type(module).__name__
-            )
-            del vars(module)["forward"]
-        else:
+        if inside:
             vars(module)[_MARK] = None
-        found.update(id(sub) for sub in inside)
+            found.update(id(sub) for sub in inside)
     return found
 
 
@@ -283,41 +271,10 @@ def mark_recomputed(module: nn.Module, *, preserve_rng_state: bool = True) -> No
     module.__class__ = _CLASSES[user_class]
 
 
-class _GroupedForward:
-    """The forward of an `nn.Sequential` that recomputes several children at a time."""
-
-    def __init__(self, module: nn.Sequential, size: int, preserve_rng_state: bool):
-        self._module = module
-        self._size = size
-        self._preserve = preserve_rng_state
-
-    def __call__(self, value: Any) -> Any:
-        children = list(self._module)
-        size = self._size or len(children)
-        for first in range(0, len(children), size):
-            group = children[first : first + size]
-            value = call_recomputed(
-                nn.ModuleList(group), _in_sequence(group), (value,), {}, preserve_rng_state=self._preserve
-            )
-        return value
-
-
-def _in_sequence(group: list[nn.Module]) -> Callable[[Any], Any]:
-    def run(value: Any) -> Any:
-        for module in group:
-            value = module(value)
-        return value
-
-    return run
-
-
-def _group_size(strategy: str) -> int:
-    """Children that are recomputed together; 0 for all."""
-    if strategy == "each":
-        return 1
-    if strategy == "contiguous":
-        return 0
+def _check_strategy(strategy: str) -> None:
     prefix, _, number = strategy.partition("_")
-    if prefix == "group" and number.isdigit() and int(number) > 0:
-        return int(number)
-    raise UsageError(f"strategy {strategy!r} is unknown. Use each, contiguous, or group_N such as group_2.")
+    is_group = prefix == "group" and number.isdigit() and int(number) > 0
+    if strategy not in ("each", "contiguous") and not is_group:
+        raise UsageError(
+            f"strategy {strategy!r} is unknown. Use each, contiguous, or group_N such as group_2."
+        )
