@@ -99,24 +99,6 @@ def test_distributed_layers_compute_what_the_models_own_do(name, flash):
     assert {"attention.dense.weight", "output.dense1.weight", "output.dense2.bias"} <= inner
 
 
-def test_layers_have_their_documented_names():
-    def names() -> Any:
-        _, model = both("GPT-2")
-        layers = model.module.module.transformer.seq_layers
-        assert isinstance(layers, nn.Sequential)
-        assert all(isinstance(layer, smp.nn.DistributedTransformerLayer) for layer in layers)
-        assert isinstance(layers[0].attention, smp.nn.DistributedAttentionLayer)
-        assert isinstance(layers[0].output, smp.nn.DistributedTransformerOutputLayer)
-        hidden = torch.randn(2, 5, 32)
-        result, mask = layers[0]((hidden, torch.zeros(2, 1, 1, 5)))
-        assert result.shape == hidden.shape
-        assert mask.shape == (2, 1, 1, 5)
-        smp.set_activation_checkpointing(layers, pack_args_as_tuple=True, strategy="each")
-        return len(layers)
-
-    assert run_ranks(names, 1) == [4]
-
-
 def steps(name: str, num_stages: int, settings: dict[str, Any]) -> Any:
     """Losses of two steps, recomputed, beside those of the plain model."""
     plain, model = both(name, {"partitions": num_stages, "microbatches": 2, **settings})

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from compat.saving import Net, Script, optimizer_of, plain
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.testing import run_ranks
-from smdistributed.modelparallel.torch.checkpoints.flat_shards import flat_part, parameters_in
 from smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint import (
     get_full_state_dict_from_sharded_data_parallel_checkpoint as whole_state,
 )
@@ -109,18 +106,6 @@ def test_a_full_state_goes_to_another_layout(source: str, target: str) -> None:
     num_ranks, settings = LAYOUTS[target]
     for _, before in run_ranks(resumed, num_ranks, settings, "AdamW", state, early=False):
         assert before["state"] == plain(state[1])["state"]
-
-
-@given(shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=5), num_shards=st.integers(1, 5))
-def test_what_is_cut_into_shards_comes_back(shapes: list[list[int]], num_shards: int) -> None:
-    whole = {f"p{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
-    shards = [
-        [torch.cat([torch.zeros(0), *(flat_part(p, shard, num_shards) for p in whole.values())])]
-        for shard in range(num_shards)
-    ]
-    found = dict(parameters_in(shards, [{name: p.shape for name, p in whole.items()}], source="here"))
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 class Tied(Net):

@@ -234,15 +234,6 @@ def test_the_ranks_get_their_variables(folder):
     assert (json.loads(settings), threads, master) == ({"pipeline": "1f1b"}, "5", "127.0.0.1")
 
 
-def test_arguments_and_paths_with_dollars_stay_as_they_are(folder):
-    """torchelastic fills in what looks like a template: `pa$$word` became `pa$word`, `${local_rank}` 0."""
-    words = ["pa$$word", "${local_rank}", "$local_rank", "${rank}", "$HOME", "$", "5 $$$"]
-    script = folder.script("import sys\nprint(sys.argv[1:])", "pay$$me.py")
-    found = folder.shardwright_run("-n", "1", "--run-dir", "runs$$1", script, *words)
-    assert (found.returncode, found.stdout) == (0, f"{words}\n"), found.stderr
-    assert (folder.path / "runs$$1/one/logs/rank0.log").read_text() == f"{words}\n"
-
-
 INFEASIBLE = """
     import torch
     import shardwright.torch as sw
@@ -263,12 +254,6 @@ def test_a_model_that_does_not_fit_has_its_own_exit_code(folder):
     found = folder.shardwright_run("-n", "2", folder.script(INFEASIBLE))
     assert found.returncode == 3, found.stderr
     assert "InfeasiblePlanError: nothing fits in 1000 B a rank" in found.stderr
-
-
-def test_exit_codes_with_a_meaning_are_passed_on(folder):
-    script = folder.script(without_torch("if rank == 1: sys.exit(3)"))
-    found = folder.shardwright_run("-n", "2", script)
-    assert found.returncode == 3, found.stderr
 
 
 def test_a_rank_that_saved_and_asks_for_a_requeue_is_not_restarted(folder):

@@ -100,10 +100,6 @@ def test_the_message_names_the_right_place(given, message):
     assert message in str(refused.value)
 
 
-def test_nothing_is_said_of_nothing():
-    refuse_misplaced("@sw.step", {}, takes=SPLITS)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder from which modules are imported, and that leaves nothing behind."""

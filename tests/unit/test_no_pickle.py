@@ -25,7 +25,6 @@ import yaml
 
 import shardwright
 from choices import chosen, thorough
-from cpu_seconds import this_session_s
 
 SOURCES = Path(shardwright.__file__).parent
 COMPAT = SOURCES.parents[1] / "compat" / "src"
@@ -235,12 +234,6 @@ def test_imports_of_a_benchmark_are_there(path: Path) -> None:
     assert missing(path.read_text()) == []
 
 
-def test_a_name_that_moved_is_found() -> None:
-    assert missing("from shardwright.costs.memory import activation_bytes, in_flight") == [
-        "shardwright.costs.memory.activation_bytes"
-    ]
-
-
 @pytest.mark.parametrize(
     ("sizes", "together", "most"),
     [((5, 2), 1, 5), ((2, 4, 2), 2, 8), ((2, 2, 2), 2, 4), ((3, 3, 3), 2, 12)],
@@ -251,22 +244,6 @@ def test_each_choice_of_values_is_seen(sizes, together, most):
         seen = {tuple(places[i] for i in which) for places in found}
         assert seen == set(product(*(range(sizes[i]) for i in which)))
     assert len(found) == len(set(found)) <= most
-
-
-BURN = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
-
-
-def test_processes_count_while_they_run_and_when_they_have_ended() -> None:
-    """A fork server runs until the end, and its ranks end with each test."""
-    before_s = this_session_s()
-    with subprocess.Popen(
-        [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert this_session_s() - before_s > 0.25
-        process.communicate()
-    assert this_session_s() - before_s > 0.25
 
 
 @pytest.mark.parametrize(

@@ -114,20 +114,6 @@ def test_positions_and_ranks_are_inverse(mesh: Mesh) -> None:
         assert mesh.rank_of(mp=mesh.group_rank("mp", rank), rdp=mesh.group_rank("rdp", rank)) == rank
 
 
-@given(meshes_of_settings())
-def test_degrees_of_settings_come_back(mesh: Mesh) -> None:
-    again = Mesh.of(
-        world_size=mesh.world_size,
-        pipeline=mesh.pipeline,
-        data=mesh.data,
-        tensor=mesh.tensor,
-        shard=mesh.shard,
-        placement=mesh.placement,
-    )
-    assert again == mesh
-    assert mesh.pipeline * mesh.data * mesh.tensor == mesh.world_size
-
-
 def test_ranks_share_a_batch_along_three_axes() -> None:
     mesh = Mesh.of(world_size=8, pipeline=2, data=2, context=2)
     assert (mesh.context, mesh.expert, mesh.tensor, mesh.share) == (2, 1, 1, 2)

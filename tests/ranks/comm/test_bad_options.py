@@ -117,17 +117,6 @@ def test_sums_of_float8():
         run_ranks(sum_of_float8, 2)
 
 
-def test_fewer_rows_than_ranks():
-    """A stage of one parameter of one row: some ranks keep nothing of it, and all train the same."""
-    settings = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
-
-    def make_model():
-        return nn.Linear(4, 1, bias=False)
-
-    (expected,) = run_ranks(train_once, 1, {}, make_model)
-    assert run_ranks(train_once, 4, settings, make_model) == pytest.approx([expected] * 4)
-
-
 def test_a_stage_of_one_row_beside_a_pipeline():
     settings = {**DEGREE_2, "pipeline_parallel_degree": 2, "microbatches": 2}
 

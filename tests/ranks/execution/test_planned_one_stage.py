@@ -100,7 +100,6 @@ def test_all_cores_of_the_host_are_planned_with(tmp_path):
 
 
 CONFIG = {"pipeline_parallel_degree": 2}
-AROUND: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 def evaluate_and_train(
@@ -133,9 +132,7 @@ def evaluate_and_train(
 def test_a_plan_made_in_an_evaluation_is_for_training():
     """It said that the backward takes no time, and that nothing is kept for it."""
     ((expected, *_), _) = run_ranks(evaluate_and_train, 2, nullcontext)
-    for seconds, activations, (of_evaluation, of_training) in run_ranks(
-        evaluate_and_train, 2, AROUND["no_grad"]
-    ):
+    for seconds, activations, (of_evaluation, of_training) in run_ranks(evaluate_and_train, 2, torch.no_grad):
         assert sum(seconds) == pytest.approx(sum(expected), rel=0.05)
         assert all(num_bytes > 0 for num_bytes in activations)
         assert of_evaluation == pytest.approx(of_training, rel=1e-12)

@@ -153,24 +153,6 @@ def test_values_are_those_of_a_plain_loop_on_every_rank() -> None:
     same_as_on_one_rank(reads_all, ranks=3)
 
 
-def evaluates(model: Any, x: Tensor, y: Tensor) -> Any:
-    """Reads the loss and counts what is right, as test functions do."""
-    logits = model(x)
-    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
-    predicted = logits.argmax(dim=-1, keepdim=True)
-    return loss, predicted.eq(y.view_as(predicted)).sum().item()
-
-
-def evaluates_without_gradients(model: Any, x: Tensor, y: Tensor) -> Any:
-    """The same, under no_grad()."""
-    with torch.no_grad():
-        return evaluates(model, x, y)
-
-
-def test_evaluations_read() -> None:
-    same_as_on_one_rank(evaluates_without_gradients, trains=False)
-
-
 def skips(model: Any, x: Tensor, y: Tensor) -> Any:
     """Trains with some microbatches alone."""
     loss = loss_of(model, x, y)
@@ -226,22 +208,6 @@ def test_replicas_decide_for_themselves() -> None:
     for _, _, others in found:
         for name, weight in others.items():
             torch.testing.assert_close(weight, weights[name], rtol=1e-12, atol=1e-14)
-
-
-def uses_both_heads(model: Any, x: Tensor, y: Tensor) -> Any:
-    """Its loss, computed behind a read, has gradients for two stages."""
-    out = model(x)
-    with torch.no_grad():
-        scale = out["early"].abs().max().item()
-    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
-    if scale > 0.1:
-        loss = loss + out["early"].square().mean() / scale
-    model.backward(loss)
-    return loss, scale
-
-
-def test_a_loss_of_several_stages_behind_a_read() -> None:
-    same_as_on_one_rank(uses_both_heads, model=TwoHeads, pipeline="interleaved_1f1b", virtual_stages=2)
 
 
 calls = [0]
@@ -730,32 +696,3 @@ def test_tensors_may_be_kept_outside_of_the_step() -> None:
         assert float(last) == float(by_name["last"][0]) == expected[-1]
 
     run_ranks(run, 2)
-
-
-class Looks(nn.Module):
-    """Decides by what it computes, as a router may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.last = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(x) if x.sum().item() > -1e9 else x
-
-
-def four_that_look() -> nn.Module:
-    """A model of them."""
-    return nn.Sequential(Looks(), Looks(), Looks(), Looks())
-
-
-def reads_what_a_router_gives(model: Any, x: Tensor, y: Tensor) -> Any:
-    """Trains with `Looks`."""
-    loss = model(x.double()).square().mean()
-    model.backward(loss)
-    return loss.item()
-
-
-def test_a_module_that_looks_at_values_is_placed_whole() -> None:
-    same_as_on_one_rank(reads_what_a_router_gives, model=four_that_look)

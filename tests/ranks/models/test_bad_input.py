@@ -174,18 +174,6 @@ def test_ranks_with_different_versions_of_the_library():
     assert "pip install shardwright==" in str(caught.value)
 
 
-def test_a_stage_without_parameters_works():
-    class Glue(nn.Module):
-        def forward(self, x):
-            return x.relu()
-
-    def make_model():
-        return nn.Sequential(nn.Linear(4, 4), Glue(), Glue(), nn.Linear(4, 4))
-
-    results = run_ranks(train_once, 2, {"microbatches": 2}, make_model=make_model)
-    assert results[0] == results[1]
-
-
 def test_a_loss_that_does_not_depend_on_the_model():
     text = refused(2, {"microbatches": 2}, loss_of=lambda model, x: (model(x).detach() * 0).mean())
     assert "the loss does not depend on any trained parameter" in text

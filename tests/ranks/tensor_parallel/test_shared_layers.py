@@ -82,9 +82,7 @@ def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int) -> None:
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "gpipe": {"pipeline": "gpipe"},
     "1f1b": {"pipeline": "1f1b"},
-    "interleaved_1f1b": {"pipeline": "interleaved_1f1b", "virtual_stages": 2},
     "zb_h1": {"pipeline": "zb_h1"},
     "zb_v": {"pipeline": "zb_v"},
 }
@@ -142,12 +140,10 @@ EVERY_RUN = (
     "custom functions",
     "stateful blocks",
 )
-# The norms of transformers go through 32 bits, where another order of summands shows.
-TOLERANCES = {"T5": 1e-6}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EVERY_RUN)
 def test_every_model_is_shared_by_two_ranks(name):
     settings = {"microbatches": 4}
-    check(ZOO[name], {"": case(2, settings, optimizer=sgd, tolerance=TOLERANCES.get(name))}, num_ranks=2)
+    check(ZOO[name], {"": case(2, settings, optimizer=sgd)}, num_ranks=2)

@@ -18,47 +18,16 @@ import shardwright.torch as sw
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 
-def clips_norm(model: Any) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
-def clips_largest(model: Any) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
-
-
 def clips_by_own(model: Any) -> Tensor:
     own = isinstance(model, sw.DistributedModel)
     return (sw.clip_grad_norm_ if own else nn.utils.clip_grad_norm_)(model.parameters(), 0.1, 3.0)
 
 
-def clips_one(model: Any) -> None:
-    for parameter in model.parameters():
-        nn.utils.clip_grad_norm_(parameter, 0.02)
-
-
-def clips_values(model: Any) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-
-
-CLIPPING = {
-    each.__name__: each for each in (clips_norm, clips_largest, clips_by_own, clips_one, clips_values)
-}
-MESHES = {
-    "layers": (2, {}),
-    "stages": (4, {"pipeline_parallel_degree": 2}),
-    "replicas": (4, {"pipeline_parallel_degree": 1}),
-    "all": (8, {"pipeline_parallel_degree": 2}),
-}
-
-
 def test_clipping():
     """Parts are summed over the ranks that share layers; what is whole on them counts once."""
-    num_ranks, settings = MESHES["stages"]
-    # The others are clipped by rows and columns, too: see `test_shards_of_layers.py`.
-    few = {"stages": ["clips_by_own"], "all": ["clips_norm"]}
-    names = few.get("stages", list(CLIPPING))
-    cases = {name: case(2, settings, clip=CLIPPING[name]) for name in names}
-    check(language(layers=2, tied=True), cases, num_ranks=num_ranks)
+    # The other norms are clipped by rows and columns, too: see `test_shards_of_layers.py`.
+    stages = case(2, {"pipeline_parallel_degree": 2}, clip=clips_by_own)
+    check(language(layers=2, tied=True), {"stages": stages}, num_ranks=4)
 
 
 class Training:

@@ -90,16 +90,6 @@ def test_numbers_get_the_type_that_was_asked_for(run, tmp_path, capsys, option, 
     assert config["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_a_state_dict(run, tmp_path, capsys):
-    words = ["export", run, "--to", tmp_path / "out", "--format", "state_dict", "--name", "step-00000020"]
-    code, out, _ = call(capsys, "ckpt", *words)
-    assert code == 0
-    assert "model.pt, config.json" in out
-    found = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
-    assert type(found) is dict
-    _same(found, _state())
-
-
 def test_one_checkpoint_of_several(run, tmp_path, capsys):
     older = run / "checkpoints" / "step-00000010"
     code, out, _ = call(capsys, "ckpt", "export", older, "--to", tmp_path / "a", "--json")

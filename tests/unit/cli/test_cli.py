@@ -6,7 +6,6 @@ On a terminal of 80 columns, no line of a result or a message is wider than it.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,16 +22,6 @@ from fits import too_wide
 from shardwright import __version__
 from shardwright.cli import COMMANDS
 from shardwright.cli.commands import probe, profile
-from shardwright.errors import (
-    ConfigError,
-    InfeasiblePlanError,
-    LaunchError,
-    NonFiniteError,
-    PeerLostError,
-    PlanError,
-    ScheduleError,
-)
-from shardwright.exit_codes import exit_code_of
 from shardwright.run.launch_settings import given_settings
 
 
@@ -102,22 +91,6 @@ def test_the_folder_of_an_option_wins_over_that_of_a_script(capsys, script, monk
     assert given_settings({"run_dir": "of a setting"})[0].run_dir == expected
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ConfigError, 2),
-        (PlanError, 2),
-        (InfeasiblePlanError, 3),
-        (LaunchError, 4),
-        (NonFiniteError, 7),
-        (ScheduleError, 2),
-        (PeerLostError, 1),
-    ],
-)
-def test_each_kind_of_error_has_its_exit_code(error, code):
-    assert exit_code_of(error("why")) == code
-
-
 HELP = """
 import sys
 from shardwright.cli import main
@@ -158,19 +131,6 @@ def test_what_needs_no_torch_loads_none():
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert [line for line in lines if f"without torch: {line}\n" not in found.stdout] == []
-
-
-def test_python_m_shardwright_is_the_same_and_has_no_colours_unless_on_a_terminal():
-    environ = {**os.environ, "NO_COLOR": "1"}
-    found = subprocess.run(
-        [sys.executable, "-m", "shardwright", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environ,
-    )
-    assert found.stdout == f"shardwright {__version__}\n"
-    assert "\x1b" not in found.stdout + found.stderr
 
 
 def test_doctor(capsys, monkeypatch):

@@ -63,16 +63,6 @@ def test_diff_ends_as_diff_does(capsys, folder):
     }
 
 
-def test_settings_reach_the_plan(capsys):
-    code, out, _ = call(capsys, "plan", "-n", 2, "cli.models:build", "--set", "microbatches=4", "--json")
-    assert code == 0
-    assert Plan.parse(out).schedule.microbatches == 4
-    code, out, _ = call(
-        capsys, "plan", "cli.models:build_by_name", "-n", 2, "--set", "pipeline=gpipe", "--json"
-    )
-    assert Plan.parse(out).schedule.kind == "gpipe"
-
-
 MACHINE = """
 cluster_version: 1
 nodes:

@@ -27,23 +27,6 @@ def test_search(capsys):
     assert "Peak memory (busiest rank): " in out
 
 
-@pytest.mark.parametrize("width", [80, 160])
-def test_ways_are_as_wide_as_the_terminal(capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = call(capsys, "search", "llama3-70b", "p5.48xlarge x 16", "-b", "1024")
-    assert code == 0
-    lines = out.splitlines()
-    (begin,) = (number for number, line in enumerate(lines) if " MFU" in line and " DP " in line)
-    table = lines[begin : lines.index("", begin)]
-    assert len(table) == 1 + 7
-    assert max(map(len, table)) <= width
-    assert ("TFLOP/s/GPU" in table[0]) == (width == 160)
-    # What this version runs, and then the best of all.
-    assert [row.startswith("*") for row in table] == [False] * 7 + [True]
-    assert "*: the best of all ways, " in out
-    assert "; this version does not run " in out
-
-
 def test_all_ways_are_shown_on_request(capsys):
     code, out, _ = call(capsys, "search", "llama3-70b", "p5.48xlarge x 16", "-b", "1024", "--all-ways")
     assert code == 0

@@ -6,7 +6,6 @@ Values that a rank puts up, and others take.
 """
 
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from shardwright.comm.joining.run_secret import ForgedError
 from shardwright.comm.joining.store import ValueBoard
 from shardwright.comm.meeting_place import JointCall, MeetingPlace, Note
 from shardwright.comm.whereabouts import Stalls
-from shardwright.errors import PeerLostError, UsageError
+from shardwright.errors import UsageError
 
 
 def blames(count):
@@ -219,15 +218,6 @@ def test_a_value_is_taken_as_it_was_put_up(size: int) -> None:
     assert other.get(["b", "a"], 0, ABSENT) == ("a", value)
 
 
-def test_it_is_waited_for() -> None:
-    _, one, other = boards()
-    thread = threading.Thread(target=lambda: (time.sleep(0.2), one.put("a", b"x")))
-    thread.start()
-    assert other.get(["a"], 0, ABSENT) == ("a", b"x")
-    thread.join()
-    assert 0.1 < other.waited_s < 5
-
-
 def test_what_will_not_come_is_not_waited_for() -> None:
     _, one, other = boards()
     with pytest.raises(UsageError, match="not put up"):
@@ -244,13 +234,6 @@ def test_a_mark_that_no_rank_has_made() -> None:
     store.set("done/0", b"garbage")
     with pytest.raises(ForgedError, match="how far rank 4 is stands in the run's store in a form"):
         other.get(["a"], 0, ABSENT)
-
-
-def test_ranks_that_have_ended_are_not_waited_for() -> None:
-    _, _, other = boards(has_ended=lambda rank: rank == 4)
-    with pytest.raises(PeerLostError, match="a value of rank 4 failed: it has ended") as caught:
-        other.get(["a"], 0, ABSENT)
-    assert caught.value.rank == 4
 
 
 def test_a_batch_leaves_nothing() -> None:

@@ -108,20 +108,6 @@ def test_chunks_of_both_lanes_go_at_the_same_time():
     assert ("across", 1) not in behind["inside", 0]
 
 
-def test_collectives_are_behind_those_before():
-    cuda = Cuda()
-    lanes = StreamLanes(cuda)
-    seen = []
-
-    def do(chunk):
-        seen.append(set(cuda.current.behind))
-        cuda.current.behind.add(len(seen))
-
-    for _ in range(2):
-        lanes.run(Hops([Hop("inside", do)], 1), [Result()], reads=[], waits=False)
-    assert seen == [set(), {1}]
-
-
 def test_who_waits_for_the_last_collective_or_for_all_has_those_before():
     cuda = Cuda()
     lanes = StreamLanes(cuda)

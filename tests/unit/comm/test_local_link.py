@@ -61,19 +61,6 @@ def test_what_was_said_last_is_heard_though_the_answer_fails():
         assert [receipt.tensor.tolist() for receipt in receipts] == [[1.0] * 3, [2.0] * 3]
 
 
-def test_a_link_is_full_until_the_other_end_reads():
-    with ends() as (sender, receiver):
-        message = torch.ones(5)
-        written = 0
-        while sender.write(message):
-            written += 1
-        assert written == 4
-        receive(receiver, message)
-        assert not sender.write(message)  # nobody has told
-        receive(receiver, message)
-        assert sender.write(message)
-
-
 def test_memory_and_descriptors_are_let_go():
     before = num_fds()
     with ends() as (sender, receiver):

@@ -120,21 +120,6 @@ def test_a_rank_in_a_call_of_other_ranks_is_waited_for():
     assert len(ranks.told) == 1  # by the first of those that wait
 
 
-def test_a_note_of_an_earlier_call_proves_nothing():
-    ranks = Ranks(2, patience_s=0.6)
-    with ranks.at[1].inside("sw.barrier()", range(2)):
-        ranks.at[1].publish()
-    with ranks.at[0].inside("sw.barrier()", range(2)):
-        pass
-
-    def late():
-        time.sleep(1.4)
-        ranks.meet(1)
-
-    assert all_at_once(lambda: ranks.meet(0), late) == [None, None]
-    assert len(ranks.told) == 1
-
-
 @pytest.mark.parametrize("why", ["has come to the end of its script", "has called sw.shutdown()"])
 def test_a_rank_that_has_ended_will_not_come(why):
     ranks = Ranks(2)

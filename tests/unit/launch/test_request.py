@@ -93,12 +93,6 @@ def test_what_does_not_go_together_is_refused(script, changes, message):
         request_for(script, **changes)
 
 
-@pytest.mark.parametrize("what", ["plan", "config"])
-def test_a_missing_file_is_named(script, tmp_path, what):
-    with pytest.raises(UsageError, match=f"--{what} .*gone: there is no such file"):
-        request_for(script, **{what: tmp_path / "gone"})
-
-
 def test_the_torchrun_line_for_several_hosts(script):
     hosts = {"num_nodes": 2, "endpoint": "first:29400"}
     assert torchrun_command(request_for(script, **hosts))[1:4] == [

@@ -57,14 +57,6 @@ def stage(clock):
     stage.close()
 
 
-def test_lines_are_shown_whole_and_with_the_rank(stage):
-    stage.write("one\ntw")
-    assert stage.shown() == "[rank 1] one\n"
-    stage.write("o\n")
-    assert stage.shown() == "[rank 1] two\n"
-    assert stage.log.getvalue() == b"one\ntwo\n"
-
-
 def test_of_a_progress_bar_one_state_in_ten_seconds_is_a_line_and_the_last(stage, clock):
     """Each was one: tqdm through a pipe wrote ten lines a second, and codes that move a cursor."""
     for percent in range(30):

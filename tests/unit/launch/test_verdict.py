@@ -39,14 +39,6 @@ def test_a_rank_that_lost_its_peer_comes_after_the_peer_even_if_it_was_quicker()
     assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [1, 0]
 
 
-def test_a_hang_has_a_code_of_its_own():
-    where = "Traceback (most recent call last):\n  File 'train.py', line 9\n"
-    late = f"{where}shardwright.errors.PeerTimeoutError: receiving from rank 1 failed: no answer within 4 s."
-    exits = [ended(0, 1, 10.0, error=late), ended(1, -15, 10.1, signal_number=15)]
-    assert exit_code(exits) == 6
-    assert exit_code([*exits, ended(2, 1, 10.2, error=BOOM)]) == 5
-
-
 def test_a_rank_that_was_told_to_stop_comes_last():
     exits = [ended(0, -15, 9.0, signal_number=15), ended(1, 1, 9.5, error=PEER), ended(2, -9, 9.9)]
     assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [2, 1, 0]

@@ -19,7 +19,6 @@ from shardwright.observe import Console, JsonLines, Observer, RunFolder, StepRec
 from shardwright.observe import observer as report_at_end
 from shardwright.observe.report import ReportData, gather, render_page, write_report
 from shardwright.observe.report.charts import charts
-from shardwright.observe.report.measured import MOST_LANES
 from shardwright.observe.run_record import RunRecord
 from shardwright.observe.summary import own_replicas
 from shardwright.plan import Plan
@@ -245,19 +244,6 @@ def test_a_plan_alone(tmp_path: Path) -> None:
     assert "The times of the units were measured." in text
 
 
-@pytest.mark.parametrize("conditions", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 512])
-def test_pages_of_small_and_large_plans(tmp_path: Path, ranks: int, conditions: bool) -> None:
-    planned(ranks=ranks, microbatches=4, conditions=conditions).write(tmp_path / "plan.json")
-    data = gather(tmp_path / "plan.json")
-    text = page(data)
-    assert len(data.ranks) == min(ranks, MOST_LANES)
-    assert ("pipeline ranks are shown" in text) == (ranks > MOST_LANES)
-    assert charts(data)["timeline"]["height"] < 900
-    assert len(text) < 500_000
-    assert ("does not say which links" in text) == (not conditions)
-
-
 def test_names_from_files_are_text(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>{stage}"
     plan = planned(unit=evil)
@@ -283,13 +269,6 @@ def test_the_file_holds_the_library_and_fetches_nothing(tmp_path: Path) -> None:
     assert re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?\s*(?:https?:)?//""", without) == []
     assert file.stat().st_size < 2_500_000
     assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
-
-
-def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    folder = run_folder(tmp_path / "run", planned())
-    with pytest.raises(UsageError, match=r"cannot be written to .*nowhere.* Name another file with -o"):
-        write_report(folder, tmp_path / "nowhere" / "report.html")
 
 
 def observed(tmp_path: Path, plan: Plan, **config: Any) -> tuple[RunFolder, str]:

@@ -141,20 +141,3 @@ def test_metrics_of_two_runs_do_not_mix(tmp_path: Path) -> None:
     assert [step["train/loss"] for step in read_steps(path)] == [2.0, 2.0]
     assert [step["train/loss"] for step in read_steps(tmp_path / "metrics-1.jsonl")] == [0.0, 0.0]
     assert log.kept == tmp_path / "metrics-2.jsonl"
-
-
-def test_steps_done_again_after_a_crash_count_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for steps, loss in (((1, 2, 3, 4, 5), 1.0), ((4, 5, 6), 2.0)):
-        log = MetricsLog(path, world_size=1)
-        for step in steps:
-            log.append(record(step, loss))
-        log.close()
-    assert [(step["step"], step["train/loss"]) for step in read_steps(path)] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 1.0),
-        (4, 2.0),
-        (5, 2.0),
-        (6, 2.0),
-    ]

@@ -79,15 +79,6 @@ def test_says_where_it_cannot_be_made(tmp_path: Path, name: str | None) -> None:
         create(base, name)
 
 
-def test_writes_whole_or_not_at_all(tmp_path: Path) -> None:
-    folder = create(tmp_path, "a")
-    assert folder.write("plan.json", "old") == folder.plan_file
-    with pytest.raises(UnicodeEncodeError):
-        folder.write("plan.json", "new \ud800")
-    assert folder.plan_file.read_text() == "old"
-    assert sorted(path.name for path in folder.path.iterdir()) == ["logs", "plan.json"]
-
-
 _SCRIPT = """
 import pathlib, sys
 from shardwright.observe.run_folder import hold

@@ -17,7 +17,6 @@ from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
 from shardwright.planner import Candidates, make_plan
 from shardwright.planner.degrees import with_or_without_sequences
-from shardwright.planner.reasons import error_of_comparison
 
 STAYS = "It is that of the last run: no other is faster by more than predictions err."
 
@@ -90,11 +89,6 @@ def test_a_plan_for_other_units_or_settings_is_no_plan_of_the_last_run() -> None
     assert plan(candidates(4), previous=other) == plan(candidates(4))
     gpipe = plan(candidates(4), pipeline="gpipe")
     assert plan(candidates(4), previous=gpipe, pipeline="1f1b").schedule.kind == "1f1b"
-
-
-@pytest.mark.parametrize(("spread", "error"), [(0.0, 0.01), (0.1, 0.05), (3.0, 0.15)])
-def test_the_error_of_a_comparison_is_half_the_spread(spread: float, error: float) -> None:
-    assert error_of_comparison(candidates(4, spread=spread).values()) == pytest.approx(error)
 
 
 class FakePlan(SimpleNamespace):

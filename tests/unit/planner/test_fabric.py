@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 from graphs import chain_graph, profile_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planner.machines import machines
 from shardwright.config import Config
@@ -33,21 +31,6 @@ def test_links_follow_the_placement() -> None:
     assert far.neighbour_link == cluster.inter_node
     assert (near.ranks_per_node, far.ranks_per_node) == (2, 1)
     assert Fabric(cluster, Mesh.of(world_size=1)).neighbour_link is None
-
-
-@pytest.mark.parametrize(
-    ("cores", "mesh", "expected"),
-    [
-        (0, Mesh.of(world_size=4, pipeline=4), 0),
-        (4, Mesh.of(world_size=4, pipeline=4), 4),
-        (4, Mesh.of(world_size=4, pipeline=2, data=2), 2),
-        (1, Mesh.of(world_size=4, pipeline=2, data=2), 1),
-        (4, Mesh.of(world_size=2, pipeline=2), 4),
-        (4, Mesh.of(world_size=4, pipeline=1, data=4), 1),
-    ],
-)
-def test_replicas_share_the_cores(cores: int, mesh: Mesh, expected: int) -> None:
-    assert Fabric(machines(cores_per_node=cores), mesh).cores == expected
 
 
 def test_all_reduce_is_a_ring() -> None:
@@ -133,19 +116,3 @@ def test_a_host_that_takes_twice_as_long_gets_half_as_much():
         in uneven.why
     )
     assert not any("as long as the fastest" in why for why in even.why)
-
-
-@given(
-    st.lists(st.floats(0.4, 2.5), min_size=2, max_size=4),
-    st.sampled_from(["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]),
-)
-@settings(deadline=None, max_examples=20)
-def test_faster_hosts_help(slowness, pipeline):
-    ranks = len(slowness)
-    mixed, slowest = (
-        plan(each, ranks=ranks, pipeline=pipeline).prediction.step_s
-        for each in (tuple(slowness), (max(slowness),) * ranks)
-    )
-    # Cuts are moved one by one from where they start, so that plans differ a little in how good they are: by
-    # 2.5 % for hosts of 2.25 and 2.28.
-    assert mixed <= slowest * 1.05

@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from graphs import GraphBuilder, chain_graph, profile_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +13,13 @@ from shardwright.planner.layout import Layout
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.rank_memory import (
     Above,
-    in_flight,
     messages,
     rank_memory,
     scheduled_above,
     work_bytes,
 )
 from shardwright.profile import Profile, UnitCost
-from shardwright.schedule import Action, Edge, Kind, Schedule, build_schedule
+from shardwright.schedule import Action, Edge, Kind, Schedule
 
 REPEATS = KeepingPolicy()
 
@@ -31,16 +29,6 @@ def lay_out(
 ) -> Layout:
     chain = build_chain(graph, profile or profile_of())
     return Layout(chain=chain, cuts=cuts, ranks=ranks, recompute=np.zeros(chain.num_calls, dtype=bool))
-
-
-def test_costs_of_stages() -> None:
-    layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1)).with_recompute([1])
-    first, second = layout.stage_costs()
-    assert (first.forward_s, first.backward_s, first.weight_s, first.recompute_s) == (1.5, 3.0, 1.5, 1.0)
-    assert (first.saved_bytes, second.saved_bytes) == (1000 + 40 + 40, 2000 + 40)
-    assert layout.stages_of(1) == [1]
-    assert (layout.num_stages, layout.num_ranks) == (2, 2)
-    assert layout.stage_of_call.tolist() == [0, 0, 1, 1]
 
 
 def test_a_value_that_several_calls_keep_counts_once_a_stage() -> None:
@@ -108,15 +96,6 @@ def test_parameters_count_once_a_rank() -> None:
     assert layout.replicated() == {}
     apart = lay_out(chain_graph(2, tied=True), (0, 1, 3, 4), (0, 1, 2))
     assert apart.replicated() == {"embed.weight": (0, 2)}
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("gpipe", (8, 8, 8)), ("1f1b", (3, 2, 1)), ("interleaved_1f1b", None)]
-)
-def test_in_flight(kind: str, expected: tuple[int, ...] | None) -> None:
-    ranks = (0, 1, 2) if expected else (0, 1, 2, 0, 1, 2)
-    found = in_flight(build_schedule(kind, stage_ranks=ranks, num_microbatches=8))
-    assert found == expected if expected else len(found) == 6
 
 
 def test_memory_adds_up() -> None:

@@ -13,7 +13,7 @@ from shardwright.cluster import Link
 from shardwright.costs.chain import split
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.cuts import improve, manual_stages
+from shardwright.planner.cuts import manual_stages
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.objective import Floats, build_objective, build_tables
 
@@ -100,24 +100,6 @@ def test_a_thousand_atoms_on_64_stages_look_at_each_table_a_few_times() -> None:
     assert split(1000, num_stages=64, cost_of_stage=cost_of_stage) is not None
     assert sorted(looks) == list(range(64))
     assert max(looks.values()) <= 3
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=6, max_size=14), st.integers(2, 3))
-def test_improve_helps_ranks_with_several_stages(costs: list[float], num_ranks: int) -> None:
-    classes = {f"c{i}": (cost, 0.0) for i, cost in enumerate(costs)}
-    graph = chain_graph(len(costs), classes=list(classes))
-    profile = profile_of({**classes, "embed": (0.1, 0.0), "head": (0.1, 0.0)})
-    objective = build_objective(build_tables(build_chain(graph, profile)))
-    ranks = tuple(range(num_ranks)) * 2
-    start = split(len(costs) + 2, num_stages=len(ranks), cost_of_stage=lambda stage: objective.cost(1))
-    assert start is not None
-
-    def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
-        return objective.rank_key(cuts, ranks=ranks, in_flight=[1] * len(ranks))
-
-    better = improve(start, key=key)
-    assert key(better) <= key(start)
-    assert key(better)[2] >= (sum(costs) + 0.2) / num_ranks * 0.999
 
 
 def test_manual_placement_on_a_rank_that_does_not_exist() -> None:

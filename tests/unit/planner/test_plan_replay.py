@@ -11,7 +11,7 @@ from planner.test_search import candidates, machines
 from planner.test_search import plan as make
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
-from shardwright.planner.replay import Change, base_setting, change_setting, play, sensitivities
+from shardwright.planner.replay import base_setting, play, sensitivities
 from shardwright.planner.waterfall import Waterfall, break_down, memory_over_time
 
 
@@ -27,13 +27,6 @@ def test_a_planned_step_is_that_of_its_replay(ranks: int, cores: int, pipeline: 
     assert break_down(read).seconds("remainder") == 0.0
 
 
-def test_recomputation_is_kept_in_the_plan() -> None:
-    found = make(candidates(4), 2, activation_checkpointing="full", pipeline="1f1b")
-    assert found.prediction is not None
-    # The forward of a unit is repeated: 0.8 s a batch and block, 6 blocks, embedding and head, on 2 ranks.
-    assert break_down(found).seconds("recomputation") == pytest.approx((6 * 0.8 + 0.4 + 0.8) / 2)
-
-
 @settings(max_examples=30)
 @given(plan=plans)
 def test_memory_over_time_reaches_the_predicted_peak(plan: Plan) -> None:
@@ -46,14 +39,6 @@ def test_memory_over_time_reaches_the_predicted_peak(plan: Plan) -> None:
     assert all(row.moments[-1][1] == 0 for row in rows)
     assert all(list(row.moments) == sorted(row.moments, key=lambda moment: moment[0]) for row in rows)
     assert {row.lasting_bytes for row in rows} == {3200}
-
-
-@settings(max_examples=30)
-@given(plan=plans)
-def test_nothing_changed_gives_the_same_step(plan: Plan) -> None:
-    base = play(base_setting(plan))
-    again = play(change_setting(plan, Change(num_microbatches=plan.schedule.microbatches)))
-    assert again.step_s == pytest.approx(base.step_s, rel=1e-12)
 
 
 def test_sensitivities_name_what_they_assume() -> None:

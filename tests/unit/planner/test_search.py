@@ -212,14 +212,6 @@ def test_manual_placement_that_cannot_be(placement: dict[str, int], text: str) -
     assert str(caught.value).startswith(text)
 
 
-def test_more_ranks_than_units() -> None:
-    with pytest.raises(PlanError) as caught:
-        plan(candidates(4, blocks=2), 5)
-    assert str(caught.value).startswith(
-        "5 pipeline ranks need at least 5 stages, but the model has 4 units to place. Use at most"
-    )
-
-
 def test_units_that_must_stay_together_are_counted_once() -> None:
     builder = GraphBuilder()
     value = builder.unit("norm", mutates_buffers=True)

@@ -52,15 +52,6 @@ def test_draw_shows_idle_time_long_actions_and_stages_where_they_matter():
     ]
 
 
-def test_place_stages():
-    assert place_stages("gpipe", num_ranks=3) == (0, 1, 2)
-    assert place_stages("1f1b", num_ranks=2, stages_per_rank=2) == (0, 1, 0, 1)
-    assert place_stages("interleaved_1f1b", num_ranks=2) == (0, 1, 0, 1)
-    assert place_stages("interleaved_1f1b", num_ranks=2, stages_per_rank=3) == (0, 1, 0, 1, 0, 1)
-    assert place_stages("zb_h1", num_ranks=2) == (0, 1)
-    assert place_stages("zb_v", num_ranks=3) == (0, 1, 2, 2, 1, 0)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

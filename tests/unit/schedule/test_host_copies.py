@@ -67,15 +67,6 @@ def test_copies_run_beside_compute_and_free_memory():
     assert found.transfers == ()
 
 
-def test_a_backward_waits_for_its_load():
-    schedule = alone("0F0,0OFFLOAD0,0F1,0LOAD0,0B0,0B1")
-    link = Link(latency_s=0.5, bandwidth_Bps=2.0)
-    found = simulate(schedule, [StageCost(1.0, 2.0, saved_bytes=8)], host=link)
-    # The offload takes from 1 s to 5.5 s, and the load from there to 10 s.
-    assert [e.start_s for e in found.events if e.action.kind is Kind.BACKWARD] == [10, 12]
-    assert found.peak_bytes == (16,)
-
-
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
@@ -93,15 +84,6 @@ def test_copies_that_no_run_could_make(cells, why):
     for judge in (validate, lambda schedule: simulate(schedule, [StageCost(1.0, 2.0, 1.0)])):
         with pytest.raises(ScheduleError, match=f"rank 0: {why}"):
             judge(alone(cells))
-
-
-def test_where_copies_stand():
-    """Behind the forward, and one compute action before the backward; of stage 1 there is none in between."""
-    schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3)
-    assert str(schedule.with_host_copies({0, 1})).splitlines() == [
-        "rank 0 | 0F0 0OFFLOAD0 0LOAD0 0F1 0OFFLOAD1 0B0 0LOAD1 0F2 0OFFLOAD2 0LOAD2 0B1 0B2",
-        "rank 1 | 1F0 1OFFLOAD0 1LOAD0 1B0 1F1 1OFFLOAD1 1LOAD1 1B1 1F2 1OFFLOAD2 1LOAD2 1B2",
-    ]
 
 
 @st.composite

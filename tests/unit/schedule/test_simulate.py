@@ -31,29 +31,6 @@ def constant_link(latency_s, bandwidth_Bps=1.0):
     return lambda sender, receiver: Link(latency_s=latency_s, bandwidth_Bps=bandwidth_Bps)
 
 
-def test_a_message_takes_bytes_over_bandwidth_and_latency():
-    schedule = schedule_of("0F0 0B0", "1F0 1B0")
-    edges = [Edge(0, 1, num_bytes=20, gradient_bytes=10)]
-    simulation = simulate(schedule, unit_costs(2), edges=edges, link=constant_link(0.5, 10.0))
-    # F 1, message 2 + 0.5, F 1, B 2, message 1 + 0.5, B 2
-    assert times(simulation) == {"0F0": (0, 1), "1F0": (3.5, 4.5), "1B0": (4.5, 6.5), "0B0": (8, 10)}
-    assert [(str(e.action), e.rank, e.action.peer, e.start_s, e.end_s) for e in simulation.transfers] == [
-        ("0SEND_F0", 0, 1, 1, 3.5),
-        ("1SEND_B0", 1, 0, 6.5, 8),
-    ]
-
-
-def test_overhead_is_added_to_every_compute_action():
-    simulation = simulate(schedule_of("0F0 0I0 0W0"), unit_costs(1), action_overhead_s=0.25)
-    assert simulation.step_s == 3.75
-
-
-def test_recomputation_delays_the_input_gradient():
-    cost = [StageCost(1.0, 2.0, 1.0, recompute_s=0.5)]
-    assert simulate(schedule_of("0F0 0B0"), cost).step_s == 3.5
-    assert times(simulate(schedule_of("0F0 0I0 0W0"), cost))["0I0"] == (1, 2.5)
-
-
 def test_peaks():
     costs = [StageCost(1, 2, 1, saved_bytes=10), StageCost(1, 2, 1, saved_bytes=100, weight_bytes=30)]
     schedule = build_schedule("zb_h1", stage_ranks=(0, 1), num_microbatches=4)

@@ -40,30 +40,6 @@ def test_microbatches_put_together_are_the_batch(batch, microbatches):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_what_cannot_be_cut_is_described():
-    splitter = Splitter(names=("model", "x", "y"))
-    batch = Batch(((torch.nn.Linear(1, 1), [[1.0]]), {"y": 2}), splitter)
-    assert batch.num_samples is None
-    assert batch.described_kinds == " among x (list), y (int)"
-    assert Batch(((), {}), splitter).described_kinds == ""
-
-
-def test_named_arguments_are_not_split():
-    table = torch.ones(7, 2)
-    splitter = Splitter(names=("x", "table"), non_split=frozenset({"table"}))
-    parts = split(splitter, ((torch.ones(4), table), {}), 2)
-    assert all(args[1] is table for args, _ in parts)
-
-
-def test_objects_slice_themselves():
-    class Sliced:
-        def smp_slice(self, num_microbatches, microbatch, axis):
-            return (num_microbatches, microbatch, axis)
-
-    parts = split(Splitter(), ((torch.ones(2), Sliced()), {}), 2)
-    assert [args[1] for args, _ in parts] == [(2, 0, 0), (2, 1, 0)]
-
-
 def test_parts_of_objects_that_slice_themselves_have_leaves():
     class Sliced:
         def smp_slice(self, num_microbatches, microbatch, axis):
@@ -80,11 +56,6 @@ def test_parts_of_objects_that_slice_themselves_have_leaves():
 def test_rows_that_do_not_match_are_named():
     with pytest.raises(UsageError, match=r"weights has 7 rows along axis 0 .* x has 4"):
         split(Splitter(names=("x", "weights")), ((torch.ones(4), torch.ones(7)), {}), 2)
-
-
-def test_a_batch_smaller_than_the_microbatches():
-    with pytest.raises(UsageError, match="the batch has 2 samples, but microbatches is 4"):
-        split(Splitter(), ((torch.ones(2),), {}), 4)
 
 
 def test_leaves_are_those_of_before_the_step_function():

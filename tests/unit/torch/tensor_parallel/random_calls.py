@@ -171,7 +171,6 @@ _sized(
         d.tensor(k, n),
         {"alpha": 2.0, "beta": 0.5},
     ),
-    mm_out=lambda d, m, k, n: (aten.mm.out, d.tensor(m, k), d.tensor(k, n), {"out": d.tensor(m, n)}),
     view_split=lambda d, a, b, c: (
         aten.view.default,
         d.dense(a * b, c),
@@ -185,12 +184,6 @@ _sized(
     baddbmm=lambda d, b, m, k, n: (
         aten.baddbmm.default,
         d.stretched([b, m, n]),
-        d.tensor(b, m, k),
-        d.tensor(b, k, n),
-    ),
-    baddbmm_in_place=lambda d, b, m, k, n: (
-        aten.baddbmm_.default,
-        d.tensor(b, m, n),
         d.tensor(b, m, k),
         d.tensor(b, k, n),
     ),
@@ -216,7 +209,6 @@ _plain(
     ),
     relu_in_place=lambda d: (aten.relu_.default, d.tensor(*d.sizes(2))),
     fill_in_place=lambda d: (aten.fill_.Scalar, d.tensor(*d.sizes(2)), 0.0 if d.flag() else 2.0),
-    fill_by_tensor=lambda d: (aten.fill_.Tensor, d.tensor(*d.sizes(2)), d.tensor()),
     zero_in_place=lambda d: (aten.zero_.default, d.tensor(*d.sizes(2))),
     sum_of_all=lambda d: (aten.sum.default, d.tensor(*d.sizes(d.size(0, 3)))),
     mean_of_all=lambda d: (aten.mean.default, d.tensor(*d.sizes(d.size(0, 3)))),
@@ -231,7 +223,6 @@ _plain(
     unsqueeze=lambda d: (aten.unsqueeze.default, d.tensor(*d.sizes(2)), d.dim(3)),
     squeeze=lambda d: (aten.squeeze.default, d.tensor(*d.sizes(3, most=2))),
     squeeze_dim=lambda d: (aten.squeeze.dim, d.tensor(*d.sizes(3, most=2)), d.dim(3)),
-    squeeze_dims=lambda d: (aten.squeeze.dims, d.tensor(*d.sizes(3, most=2)), [0, 2]),
     select=lambda d: (aten.select.int, d.tensor(*d.sizes(3)), d.dim(3), d.random.choice([0, -1])),
     split=lambda d: (aten.split.Tensor, d.tensor(*d.sizes(2)), d.size(1, 3), d.dim(2)),
     unbind=lambda d: (aten.unbind.int, d.tensor(*d.sizes(2)), d.dim(2)),
@@ -266,13 +257,6 @@ _plain(
         2.0,
         {"generator": torch.Generator().manual_seed(4)},
     ),
-    bernoulli_in_place=lambda d: (
-        aten.bernoulli_.float,
-        d.tensor(*d.sizes(2)),
-        0.5,
-        {"generator": torch.Generator().manual_seed(4)},
-    ),
-    foreach_mul=lambda d: (aten._foreach_mul.Scalar, [d.tensor(*d.sizes(2)) for _ in range(3)], 2.0),
     foreach_norm=lambda d: (
         aten._foreach_norm.Scalar,
         [d.tensor(*d.sizes(2)) for _ in range(3)],
@@ -290,12 +274,6 @@ _shaped(
         d.mask(*shape),
         0.0 if d.flag() else -1e30,
     ),
-    masked_fill_tensor=lambda d, shape: (
-        aten.masked_fill.Tensor,
-        d.tensor(*shape),
-        d.mask(*shape),
-        d.tensor(),
-    ),
     addcmul=lambda d, shape: (
         aten.addcmul.default,
         d.tensor(*shape),
@@ -305,7 +283,6 @@ _shaped(
     ),
     addcdiv=lambda d, shape: (aten.addcdiv.default, d.tensor(*shape), d.stretched(shape), d.tensor(*shape)),
     lerp=lambda d, shape: (aten.lerp.Scalar, d.tensor(*shape), d.tensor(*shape), 0.3),
-    lerp_tensor=lambda d, shape: (aten.lerp.Tensor, d.tensor(*shape), d.tensor(*shape), d.tensor(*shape)),
     native_dropout_backward=lambda d, shape: (
         aten.native_dropout_backward.default,
         d.tensor(*shape),
@@ -313,40 +290,13 @@ _shaped(
         1.25,
     ),
     add_in_place=lambda d, shape: (aten.add_.Tensor, d.tensor(*shape), d.stretched(shape)),
-    mul_in_place=lambda d, shape: (
-        aten.mul_.Tensor,
-        d.tensor(*shape),
-        d.stretched(shape) if d.flag() else 2.0,
-    ),
-    copy_in_place=lambda d, shape: (aten.copy_.default, d.tensor(*shape), d.stretched(shape)),
-    addcdiv_in_place=lambda d, shape: (
-        aten.addcdiv_.default,
-        d.tensor(*shape),
-        d.tensor(*shape),
-        d.tensor(*shape),
-        {"value": -0.1},
-    ),
     masked_fill_in_place=lambda d, shape: (aten.masked_fill_.Scalar, d.tensor(*shape), d.mask(*shape), 2.0),
     add_out=lambda d, shape: (aten.add.out, d.tensor(*shape), d.tensor(*shape), {"out": d.tensor(*shape)}),
     mse_loss=lambda d, shape: (aten.mse_loss.default, d.tensor(*shape), d.tensor(*shape), d.size(0, 2)),
-    smooth_l1_loss=lambda d, shape: (
-        aten.smooth_l1_loss.default,
-        d.tensor(*shape),
-        d.tensor(*shape),
-        d.size(0, 2),
-        0.7,
-    ),
     stack=lambda d, shape: (aten.stack.default, [d.tensor(*shape) for _ in range(d.size(1, 3))], d.dim(3)),
     view_as_real=lambda d, shape: (
         aten.view_as_real.default,
         torch.complex(d.dense(*shape), d.dense(*shape)),
-    ),
-    scatter_value=lambda d, shape: (
-        aten.scatter.value,
-        d.tensor(*shape),
-        1,
-        d.index(shape[1], shape[0], 1),
-        1.0 if d.flag() else 0.0,
     ),
     index_by_mask=lambda d, shape: (aten.index.Tensor, d.tensor(*shape), [d.mask(shape[0])]),
     new_zeros=lambda d, shape: (aten.new_zeros.default, d.tensor(*shape), shape if d.flag() else [3]),
@@ -468,19 +418,6 @@ def nll_loss_backward(d):
     outer = d.tensor(n) if reduction == 0 else d.tensor()
     weight = d.tensor(c).abs() if d.flag() else None
     return aten.nll_loss_backward.default, outer, d.tensor(n, c), target, weight, reduction, -100, total
-
-
-@case
-def nll_loss2d(d):
-    n, c, h, w = d.sizes(4, least=2)
-    return (
-        aten.nll_loss2d_forward.default,
-        d.tensor(n, c, h, w),
-        d.index(c, n, h, w),
-        None,
-        d.size(0, 2),
-        -100,
-    )
 
 
 @case
@@ -743,20 +680,6 @@ def index_put(d):
 def foreach_add_in_place(d):
     shapes = [d.sizes(2) for _ in range(3)]
     return aten._foreach_add_.List, [d.tensor(*each) for each in shapes], [d.tensor(*each) for each in shapes]
-
-
-@case
-def foreach_addcdiv_in_place(d):
-    shapes = [d.sizes(1) for _ in range(3)]
-    lists = [[d.tensor(*each) for each in shapes] for _ in range(3)]
-    return aten._foreach_addcdiv_.Scalar, *lists, -0.1
-
-
-@case
-def foreach_lerp(d):
-    shapes = [d.sizes(2) for _ in range(2)]
-    lists = [[d.tensor(*each) for each in shapes] for _ in range(2)]
-    return aten._foreach_lerp.Scalar, *lists, 0.25
 
 
 @case
