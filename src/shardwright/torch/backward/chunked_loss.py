@@ -135,7 +135,8 @@ class _ChunkedLoss(torch.autograd.Function):
         kept = (x, weight, bias, beside) if made is None else made.all
         ctx.save_for_backward(*kept)
         # The state of autocast is that of the forward when logits are computed again.
-        ctx.autocast = _autocast_of(x.device.type)
+        kind = x.device.type
+        ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return result
 
     @staticmethod
@@ -181,10 +182,6 @@ def _in(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(rows.device.type, enabled=False):
         return F.linear(rows, weight, bias)
-
-
-def _autocast_of(kind: str) -> tuple[str, bool, torch.dtype]:
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:

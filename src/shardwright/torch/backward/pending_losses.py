@@ -99,7 +99,7 @@ def _cross_entropy(
     *,
     function: Callable[..., Tensor] = F.cross_entropy,
 ) -> Any:
-    if size_average is not None or reduce is not None or not _are_rows(logits, of):
+    if size_average is not None or reduce is not None or not (of.channels or logits.dim() == 2):
         return None
     is_index = not target.is_floating_point()
     rows = logits.shape[:1] + logits.shape[2:]
@@ -130,11 +130,6 @@ def _nll_loss(logits: Tensor, of: Logits, target: Tensor, *args: Any, **kwargs: 
     if target.is_floating_point():
         return None
     return _cross_entropy(logits, of, target, *args, **kwargs, function=F.nll_loss)
-
-
-def _are_rows(logits: Tensor, of: Logits) -> bool:
-    """Whether a loss finds classes in the dim of the vocabulary."""
-    return of.channels or logits.dim() == 2
 
 
 def _counted(labels: Tensor, weight: Tensor | None, ignored: int, *, dtype: torch.dtype) -> Tensor:

@@ -176,7 +176,8 @@ class ProgramMaker:
                 trace, assignment = known.trace, known.assignment
             else:
                 self.set_units(list(self.units.modules))  # a script may have put other modules there
-                watched = self._on_all(self._watches_numbers(function, part, circumstances), together)
+                watches = self._cache.watches_numbers(part, circumstances) and not asks_for_types(function)
+                watched = self._on_all(watches, together)
                 if watched:
                     trace, numbers = self._trace_watching_numbers(function, part, together=together)
                 else:
@@ -201,9 +202,6 @@ class ProgramMaker:
 
     def _on_all(self, found: bool, together: bool) -> bool:
         return not self._on_any(not found, together)
-
-    def _watches_numbers(self, function: Callable[..., Any], part: Batch, circumstances: Hashable) -> bool:
-        return self._cache.watches_numbers(part, circumstances) and not asks_for_types(function)
 
     def _trace_watching_numbers(
         self, function: Callable[..., Any], part: Batch, *, together: bool

@@ -194,7 +194,8 @@ class SingleEngine:
         is_new = is_first and function not in self._evaluated
         trains = torch.is_grad_enabled()
         watch = WatchedEvaluation() if is_new and not trains else None
-        watched = self._watched_data(function, part) if is_first and trains else None
+        looks = is_first and trains and function not in self._data_looked_at
+        watched = WatchedData(part.num_samples or 1) if looks else None
         loop.weights.data = None if watched is None else watched.data
         if lasting is not None:
             offload = self._offloading.stage(0, index, lambda: lasting)
@@ -236,10 +237,6 @@ class SingleEngine:
             shadows = Shadows(lambda item: item) if watch is None else watch.shadows
             self._evaluated[function] = shadows.forms(result, samples=part.num_samples or 1)
         loop.microbatch_done(result, handler, begun_s=begun_s)
-
-    def _watched_data(self, function: Callable[..., Any], part: Batch) -> WatchedData | None:
-        """Follows the first microbatch of a step function that trains."""
-        return None if function in self._data_looked_at else WatchedData(part.num_samples or 1)
 
     def _of_batch(self, function: Callable[..., Any]) -> tuple[frozenset[int], dict[int, str]]:
         """See `forms_of_batch`."""

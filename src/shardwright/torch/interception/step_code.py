@@ -58,7 +58,7 @@ class ReadingStep:
         functools.update_wrapper(self, function)
         self._function = function
         self.loss_reduction = loss_reduction
-        self.may_read = _mentions_readers(function)
+        self.may_read = _is_found(_loads_reader, function)
         self.weighs_labels: bool | None = None
         self.divides_by_counts = self.clamps_counts = False
         self.has_forward = False
@@ -106,11 +106,6 @@ def asks_for_types(function: Any) -> bool:
     number from a number, so that what is asked of that behind it would not be seen.
     """
     return _is_found(_loads_type, function)
-
-
-def _mentions_readers(function: Any) -> bool:
-    """Whether a function calls what reads tensors, or a function of its own file does that it calls."""
-    return _is_found(_loads_reader, function)
 
 
 def _loads_reader(code: CodeType) -> bool:

@@ -1,9 +1,5 @@
 """Decides how an operation runs on the parts of its tensors.
 
-Mixtures of experts multiply by all experts at once, on CPUs in 32 bits, too.
-
-The tensor becomes the view that ``x.transpose(0, 1)`` is; whoever else sees its memory stays as it is.
-
 Of all candidates of the operation's rule, and of the one that is always right (gather everything, and let
 every rank do it all), the cheapest wins: time to change placements, plus this rank's share of the work, plus
 the sum that a pending result takes later. All ranks know all shapes and placements, so they decide alike.
@@ -75,13 +71,8 @@ _VIEWS = {f"{name}_": name for name in ("as_strided", "squeeze", "t", "transpose
 _OTHER_MEMORY = ("resize_", "resize_as_", "set_", "resize_output_")
 
 
-def reshapes_in_place(name: str) -> bool:
-    """Whether an operator changes the shape, or the memory, of its first argument."""
-    return name in _VIEWS or name in _OTHER_MEMORY
-
-
 class _ReshapedInPlace:
-    """Makes a tensor a view of what it was."""
+    """Makes a tensor a view of what it was; whoever else sees its memory stays as it is."""
 
     fast = None
 
@@ -163,7 +154,7 @@ def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping
     if group.routes_tokens and (found := decided_by_kind(group, func, args, kwargs)) is not None:
         return found
     call = Call(func, args, kwargs, group)
-    if reshapes_in_place(call.name):
+    if call.name in _VIEWS or call.name in _OTHER_MEMORY:
         return _ReshapedInPlace(func, call.name)
     call.outputs = _outputs_without_data(func, args, kwargs)
     chosen, has_rule = choose(call)

@@ -3,10 +3,6 @@
 ::
 
     cut 0 (r0:2 r1:2 r0:1 r1:1)      pieces of rank 0: rows 0 to 1 of the tensor, row 4
-
-PyTorch gives the parameter the value's memory, without a look at its class; a divided tensor has none of its
-own, and the next operation on the parameter ended the process. Scripts assign so in averages of weights, and
-in `torch.nn.utils.vector_to_parameters`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,14 +88,10 @@ _DATA: Any = torch.Tensor.data
 
 
 def _assign(tensor: Tensor, value: Tensor) -> None:
+    # PyTorch would give it the memory of the value, and a divided tensor has none of its own.
     if isinstance(value, DividedTensor) and not isinstance(tensor, DividedTensor):
         value = whole(value.detach()).clone()  # what was gathered may be kept for others
     _DATA.__set__(tensor, value)
-
-
-def gather_assigned_data() -> None:
-    """From now on, a whole tensor takes all elements of what is assigned to its `data`."""
-    torch.Tensor.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
 
 
 # What a divided tensor has beside that of an ordinary one.
@@ -114,7 +106,8 @@ def tensor_group(
     # Here, because few runs divide layers: it brings the rules of all operations along.
     from shardwright.torch.tensor_parallel.deciding import decide
 
-    gather_assigned_data()
+    # From now on, a whole tensor takes all elements of what is assigned to its `data`.
+    torch.Tensor.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
     return TensorGroup(ranks, decide, prices=prices)
 
 

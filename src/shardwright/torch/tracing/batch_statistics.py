@@ -21,6 +21,8 @@ from shardwright.torch.batch.batch import Batch
 
 log = logging.getLogger(__name__)
 
+_INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+
 
 def layers_with_statistics(model: nn.Module) -> list[str]:
     """Names of the batch norms that normalise, or update their running statistics, by what they see now."""
@@ -32,12 +34,8 @@ def _uses_batch(module: nn.Module) -> bool:
         return False
     follows = module.track_running_stats and module.training
     # An instance norm has a mean for each sample, and only follows those of the batch.
-    normalises = not _is_instance_norm(module) and (module.training or module.running_mean is None)
+    normalises = not isinstance(module, _INSTANCE_NORMS) and (module.training or module.running_mean is None)
     return follows or normalises
-
-
-def _is_instance_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
 
 
 def is_of_spectral_norm(module: nn.Module, key: str) -> bool:
