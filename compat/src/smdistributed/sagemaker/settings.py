@@ -40,9 +40,6 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
 
     Args:
         config: a dictionary or the path of a JSON file; ``SM_HP_MP_PARAMETERS`` overrides its keys.
-
-    Raises:
-        ConfigError: a setting cannot be used.
     """
     if is_initialized():
         return

@@ -49,11 +49,7 @@ __all__ = [
 
 
 def init() -> None:
-    """Joins all ranks that the launcher has started; call it once.
-
-    Raises:
-        UsageError: it was called before.
-    """
+    """Joins all ranks that the launcher has started; call it once."""
     if _ranks.have_joined():
         raise UsageError("smdistributed.dataparallel.tensorflow.init was called before. Call it once.")
     _ranks.join()
@@ -174,12 +170,8 @@ def DistributedOptimizer(  # noqa: N802
     """A Keras optimizer that averages gradients over all ranks before it applies them.
 
     Args:
-        optimizer: of Keras; it is changed and returned.
         name: changes nothing, and so do `use_locking`, `device_dense`, `device_sparse` and `bucket_cap_mb`:
             the library sizes its messages itself.
-        compression: of `Compression`.
-        sparse_as_dense: rows of gradients become dense tensors.
-        op: of `ReduceOp`.
     """
     return _gradients.distributed_optimizer(
         optimizer, _gradients.over_ranks(op, compression=compression, sparse_as_dense=sparse_as_dense)

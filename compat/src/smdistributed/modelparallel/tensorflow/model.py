@@ -9,11 +9,7 @@ from smdistributed.modelparallel.ranks_of_run import present_run
 
 
 class DistributedModel(sw.DistributedModel):
-    """A Keras model whose layers the ranks share: subclass it in the place of ``tf.keras.Model``.
-
-    Raises:
-        NotInitializedError: ``smp.init`` was not called.
-    """
+    """A Keras model whose layers the ranks share: subclass it in the place of ``tf.keras.Model``."""
 
     _wraps_models = True
 

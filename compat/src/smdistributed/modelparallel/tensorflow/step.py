@@ -23,10 +23,7 @@ def step(
     """Makes a function run once for each microbatch; see `shardwright.tensorflow.step`.
 
     Args:
-        function: the step function.
-        non_split_inputs: names of arguments that every microbatch gets whole.
         input_split_axes: name of an argument -> axis along which it is cut: 0, the first.
-        input_signature: ``tf.TensorSpec`` for each positional argument.
         tf_function_options: others of ``tf.function``. They change nothing: they tune how it traces, and a
             step is traced once for each shape of a microbatch.
 

@@ -11,10 +11,6 @@ class GradScaler(AgreeingScaler):
     """`torch.amp.GradScaler`, whose verdict is the same on all ranks.
 
     Args:
-        init_scale: the first scale.
-        growth_factor: by which it grows.
-        backoff_factor: by which it falls.
-        growth_interval: steps without infinities after which it grows.
         enabled: False does nothing.
     """
 

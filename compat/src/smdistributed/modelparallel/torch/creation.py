@@ -23,9 +23,6 @@ def partition(rank: int) -> AbstractContextManager[None]:
 
     It is heeded where ``auto_partition`` is False; else nothing happens, also for a rank that is not there:
     scripts rely on it.
-
-    Args:
-        rank: pipeline rank, from 0.
     """
     return nullcontext() if current_run().config.auto_partition else sw.partition(rank)
 
@@ -34,10 +31,6 @@ def set_partition(module: nn.Module, rank: int) -> None:
     """Places a module, and what is inside it, on a pipeline rank; call it before the first step.
 
     It is heeded where ``auto_partition`` is False; else nothing happens.
-
-    Args:
-        module: any module of the model.
-        rank: pipeline rank, from 0.
     """
     if not current_run().config.auto_partition:
         sw.set_partition(unproxied(module), rank)
@@ -101,8 +94,6 @@ def model_creation(
     """Builds a model in a type, and without memory if ``delayed_parameter_initialization`` is set.
 
     Args:
-        tensor_parallelism: as the context of that name.
-        dtype: of parameters; None for PyTorch's default.
         **tp_config: arguments of distributed modules: `distribute_embedding` (each rank has some words, else
             every rank has all), and those of `LayerOptions`: `attention_in_fp32`, `fp32_residual_addition`,
             `query_key_layer_scaling`, `use_alibi`, `zero_init`, `fused_softmax`, `fused_dropout`,

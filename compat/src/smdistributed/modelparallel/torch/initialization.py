@@ -26,7 +26,6 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
     Raises:
         ConfigError: settings contradict each other, or ask for what is not there yet.
-        UsageError: it was called before with other settings.
     """
     configuration = read_configuration(config, os.environ, sys.argv[1:])
     if ranks_of_run.is_begun_with(configuration, given=config is not None):

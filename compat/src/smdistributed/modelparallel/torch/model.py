@@ -42,17 +42,12 @@ class DistributedModel(ModelStates):
     """Wraps the one model of a script.
 
     Args:
-        module: the model, the same on every rank.
         trace_device: ``"gpu"`` or ``"cpu"``; the model is traced without memory, whatever it is.
-        trace_execution_times: units are measured anyway.
         overlapping_allreduce: reduce gradients during the last backward; else at the end of the step.
         backward_passes_per_step: steps between two updates. Gradients add up until ``zero_grad`` anyway.
         average_grads_across_microbatches: gradients are the mean over microbatches; else their sum.
-        bucket_cap_mb: most megabytes reduced in one message.
-        trace_memory_usage: memory is worked out anyway.
         broadcast_buffers: buffers are those of the first replica, also where it is False.
         gradient_as_bucket_view: changes nothing.
-        find_unused_parameters: they are found anyway.
 
     Attributes:
         is_in_step: a step is running, or is being traced.
@@ -121,11 +116,7 @@ class DistributedModel(ModelStates):
         return self.get_module()(*args, **kwargs) if self._is_whole else super().forward(*args, **kwargs)
 
     def called_outside(self, tensors: Any) -> None:
-        """Has replicas agree after the backward of a call outside of steps.
-
-        Args:
-            tensors: what it was given and has returned.
-        """
+        """Has replicas agree after the backward of a call outside of steps."""
         self._outside.watch(self.get_module(), tensors)
 
     def backward(
@@ -136,7 +127,6 @@ class DistributedModel(ModelStates):
         """Runs the backward of a microbatch, in the place of ``torch.autograd.backward``.
 
         Args:
-            tensors: the loss; or several tensors.
             grad_tensors: gradients of what is trained with respect to them; None for one that is a number.
         """
         if isinstance(tensors, Sequence):
@@ -205,7 +195,6 @@ class DistributedModel(ModelStates):
         """Has a function reduce gradients over replicas; before the first step.
 
         Args:
-            state: its first argument, such as a process group.
             hook: ``hook(state, bucket)`` gives a future of what all replicas are to have, as hooks of
                 `torch.nn.parallel.DistributedDataParallel` do. PyTorch's own reduce over the replicas where
                 `state` is None.

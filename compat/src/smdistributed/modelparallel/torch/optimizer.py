@@ -40,8 +40,6 @@ class DistributedOptimizer(OptimizerStates):
     Args:
         optimizer: any `torch.optim.Optimizer`; or an object of the script around one (``FP16_Optimizer``),
             with that as its attribute ``optimizer``, which keeps its own way to step.
-        static_loss_scale: with ``fp16``, a scale that does not change.
-        dynamic_loss_scale: with ``fp16``, whether the scale changes.
         dynamic_loss_args: how: ``init_scale`` (2**32), ``scale_factor`` (2), ``scale_window`` (1000),
             ``min_scale`` (1), ``delayed_shift`` (1), ``consecutive_hysteresis`` (False).
     """
@@ -105,11 +103,7 @@ class DistributedOptimizer(OptimizerStates):
             raise TypeError(f"zero_grad() has no argument {', '.join(kwargs)}.")
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Scales all gradients so that their norm over all stages is at most `max_norm`; collective.
-
-        Returns:
-            The norm before; -1 where gradients have overflowed.
-        """
+        """Scales all gradients so that their norm over all stages is at most `max_norm`; collective."""
         if self.overflow:
             return -1.0
         return float(sw.clip_grad_norm_(self._parameters(), max_norm, norm_type))

@@ -22,13 +22,8 @@ def set_activation_checkpointing(
 
     Args:
         module: any module of the model. Of an `nn.Sequential`, or an `nn.ModuleList`, its children.
-        preserve_rng_state: draw the same random numbers again (dropout).
-        pack_args_as_tuple: accepted: children get what they get without recomputation.
         strategy: for an `nn.Sequential`: ``"each"`` child by itself, ``"contiguous"`` all of them together
             (each by itself where the model is spread over stages), or ``"group_N"`` N at a time.
-
-    Raises:
-        UsageError: the strategy is unknown, or the module is not one.
     """
     module = unproxied(module)
     if strategy == "contiguous" and isinstance(module, nn.Sequential) and _is_spread():

@@ -28,8 +28,6 @@ def step(
     Of what it returns, tensors become `StepOutput`, and other things lists with one item a microbatch.
 
     Args:
-        function: the step function.
-        non_split_inputs: names of arguments that every microbatch gets whole.
         input_split_axes: name -> axis along which an argument is cut; 0 where it is not named.
         detach_outputs: accepted. Outputs have no autograd history, also where it is False.
     """

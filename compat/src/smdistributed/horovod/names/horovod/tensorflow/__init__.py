@@ -153,12 +153,7 @@ def DistributedOptimizer(  # noqa: N802
     """A Keras optimizer that averages gradients over all ranks before it applies them.
 
     Args:
-        optimizer: of Keras; it is changed and returned.
         name: changes nothing, and so do `use_locking`, `device_dense`, `device_sparse` and `options`.
-        compression: of `Compression`.
-        sparse_as_dense: rows of gradients become dense tensors.
-        backward_passes_per_step: 1.
-        op: `Average` by default.
 
     Raises:
         UsageError: gradients of several backward passes are to be added up first.

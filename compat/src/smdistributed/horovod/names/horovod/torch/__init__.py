@@ -168,14 +168,8 @@ def DistributedOptimizer(  # noqa: N802
     """An optimizer whose ``step`` averages gradients over ranks; it has `synchronize`, `skip_synchronize`.
 
     Args:
-        optimizer: of PyTorch; it is changed and returned.
         named_parameters: changes nothing, and so do `options`, which tune messages, and
             `backward_passes_per_step`: gradients are averaged when ``step`` is called.
-        compression: of `Compression`.
-        op: `Average` or `Sum`.
-
-    Raises:
-        UsageError: there is no such reduction.
     """
     if op not in (Average, Sum):
         raise UsageError(f"{op!r} is no reduction of gradients: use hvd.Average or hvd.Sum.")
