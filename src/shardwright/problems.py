@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -52,11 +52,9 @@ def describe(findings: Iterable[Mapping[str, Any]], *, root: str, known: Iterabl
 
 @cache
 def field_names(model: type[BaseModel]) -> tuple[str, ...]:
-    found = dict.fromkeys(each.alias or name for name, each in model.model_fields.items())
-    for field in model.model_fields.values():
-        for inside in _models(field.annotation):
-            found |= dict.fromkeys(field_names(inside))
-    return tuple(found)
+    schema = model.model_json_schema()
+    objects = (schema, *schema.get("$defs", {}).values())
+    return tuple(dict.fromkeys(name for each in objects for name in each.get("properties", ())))
 
 
 def join(title: str, problems: Sequence[str]) -> str:
@@ -66,13 +64,6 @@ def join(title: str, problems: Sequence[str]) -> str:
     left = len(problems) - _MOST_LINES
     more = [f"  and {left} more."] if left > 0 else []
     return "\n".join([title, *(f"  {problem}" for problem in problems[:_MOST_LINES]), *more])
-
-
-def _models(annotation: Any) -> Iterable[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inside in get_args(annotation):
-        yield from _models(inside)
 
 
 def _line(finding: Mapping[str, Any], root: str, known: Sequence[str]) -> str:

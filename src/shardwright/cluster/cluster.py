@@ -10,10 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.files.user_file import Bytes, NonNegative, Positive, Seconds, Share
-from shardwright.quantities import MOST_RANKS_OF_HOST
+from shardwright.files.user_file import NUMBER, Bytes, NonNegative, NumBytes, Positive, Seconds, Share
+from shardwright.quantities import MOST_BYTES, MOST_RANKS_OF_HOST
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
+_MOST_ACCELERATORS = 1024  # of a node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +161,10 @@ class Accelerator:
 
     name: str
     family: str
-    flops_per_s: Mapping[str, float]
-    memory_bytes: int
-    memory_Bps: float
-    host_Bps: float = 0.0
+    flops_per_s: Annotated[Mapping[str, Positive], Field(min_length=1)]
+    memory_bytes: Annotated[NumBytes, Field(alias="memory", gt=0, le=MOST_BYTES)]
+    memory_Bps: Positive
+    host_Bps: NonNegative = 0.0
     source: Source = "data sheet"
     products: Mapping[str, tuple[Rate, ...]] = field(default_factory=dict)
 
@@ -187,14 +188,14 @@ class NodeKind:
 
     name: str
     accelerator: Accelerator
-    num_accelerators: int
-    link_Bps: float
-    link_latency_s: float
-    network_Bps: float
-    network_latency_s: float
-    memory_bytes: int = 0
-    cores: int = 0
-    price_per_hour: float | None = None
+    num_accelerators: Annotated[int, Field(alias="accelerators", ge=1, le=_MOST_ACCELERATORS), NUMBER]
+    link_Bps: Positive
+    link_latency_s: NonNegative = 1e-5
+    network_Bps: Positive
+    network_latency_s: NonNegative = 2e-5
+    memory_bytes: Annotated[NumBytes, Field(alias="memory", ge=0, le=MOST_BYTES)] = 0
+    cores: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST), NUMBER] = 0
+    price_per_hour: NonNegative | None = None
     price_source: str = ""
     source: Source = "data sheet"
 

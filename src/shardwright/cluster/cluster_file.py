@@ -24,26 +24,25 @@ A missing field has the default of `NodeKind` or `Accelerator`.
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
 
-from shardwright.cluster.cluster import Accelerator, Inventory, NodeKind, Rate, Source
+from shardwright.cluster.cluster import Inventory, NodeKind
 from shardwright.cluster.named import kind_called, parse_inventory
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, format_yaml, replace_file
-from shardwright.files.user_file import NonNegative, NumBytes, Positive
+from shardwright.files.user_file import NUMBER, Positive
 from shardwright.problems import describe, field_names
-from shardwright.quantities import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST, format_bytes
+from shardwright.quantities import MOST_BYTES, MOST_NODES, format_bytes
 from shardwright.text import shown
 
 _CLUSTER_VERSION = 1
 _MOST_KINDS = 1000
 _ADVICE = "shardwright probe measures the present machines; docs/clusters.md has the format"
 
-_MOST_ACCELERATORS = 1024  # of a node
 Size = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 
 
@@ -77,29 +76,6 @@ class _Record(Record):
     model_config = ConfigDict(str_max_length=1000)
 
 
-class _Accelerator(_Record):
-    name: str
-    family: str
-    memory: Annotated[NumBytes, Field(gt=0, le=MOST_BYTES)]
-    memory_Bps: Positive
-    host_Bps: NonNegative = 0.0
-    flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
-    source: Source = "data sheet"
-    products: dict[str, tuple[Rate, ...]] = Field(default_factory=dict)
-
-    def accelerator(self) -> Accelerator:
-        return Accelerator(
-            name=self.name,
-            family=self.family,
-            flops_per_s=self.flops_per_s,
-            memory_bytes=self.memory,
-            memory_Bps=self.memory_Bps,
-            host_Bps=self.host_Bps,
-            source=self.source,
-            products=self.products,
-        )
-
-
 class _Named(_Record):
     kind: str
     number: Annotated[int, Field(ge=1, le=MOST_NODES)] = 1
@@ -108,36 +84,12 @@ class _Named(_Record):
         return kind_called(self.kind)
 
 
-class _Node(_Record):
-    name: str
-    number: Annotated[int, Field(ge=1, le=MOST_NODES)] = 1
-    accelerators: Annotated[int, Field(ge=1, le=_MOST_ACCELERATORS)]
-    accelerator: _Accelerator
-    link_Bps: Positive
-    link_latency_s: NonNegative = 1e-5
-    network_Bps: Positive
-    network_latency_s: NonNegative = 2e-5
-    memory: Annotated[NumBytes, Field(ge=0, le=MOST_BYTES)] = 0
-    cores: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
-    price_per_hour: NonNegative | None = None
-    price_source: str = ""
-    source: Source = "data sheet"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole(NodeKind):
+    number: Annotated[int, Field(ge=1, le=MOST_NODES), NUMBER] = 1
 
     def node_kind(self) -> NodeKind:
-        return NodeKind(
-            name=self.name,
-            accelerator=self.accelerator.accelerator(),
-            num_accelerators=self.accelerators,
-            link_Bps=self.link_Bps,
-            link_latency_s=self.link_latency_s,
-            network_Bps=self.network_Bps,
-            network_latency_s=self.network_latency_s,
-            memory_bytes=self.memory,
-            cores=self.cores,
-            price_per_hour=self.price_per_hour,
-            price_source=self.price_source,
-            source=self.source,
-        )
+        return NodeKind(**{each.name: getattr(self, each.name) for each in fields(NodeKind)})
 
 
 def _form(node: Any) -> str:
@@ -146,7 +98,7 @@ def _form(node: Any) -> str:
 
 
 _NAMED, _WHOLE = "by name", "whole"
-_AnyNode = Annotated[Annotated[_Named, Tag(_NAMED)] | Annotated[_Node, Tag(_WHOLE)], Discriminator(_form)]
+_AnyNode = Annotated[Annotated[_Named, Tag(_NAMED)] | Annotated[_Whole, Tag(_WHOLE)], Discriminator(_form)]
 
 
 class _File(_Record):
@@ -179,7 +131,11 @@ def _plain(machines: Inventory) -> dict[str, Any]:
     document: dict[str, Any] = {"cluster_version": _CLUSTER_VERSION, "name": machines.name}
     if machines.measured:
         document["measured"] = machines.measured
-    document["nodes"] = [_plain_node(kind, number) for kind, number in machines.nodes]
+    plain = TypeAdapter(NodeKind)
+    document["nodes"] = [
+        {"name": kind.name, "number": number, **plain.dump_python(kind, by_alias=True, mode="json")}
+        for kind, number in machines.nodes
+    ]
     if machines.between_kinds_Bps is not None:
         document["between_kinds_Bps"] = machines.between_kinds_Bps
     if machines.collectives:
@@ -187,33 +143,6 @@ def _plain(machines: Inventory) -> dict[str, Any]:
             name: [list(point) for point in points] for name, points in machines.collectives.items()
         }
     return document
-
-
-def _plain_node(kind: NodeKind, number: int) -> dict[str, Any]:
-    fields, chip = asdict(kind), asdict(kind.accelerator)
-    products = {dtype: [asdict(rate) for rate in rates] for dtype, rates in kind.accelerator.products.items()}
-    accelerator = {
-        "name": chip["name"],
-        "family": chip["family"],
-        "memory": chip["memory_bytes"],
-        "memory_Bps": chip["memory_Bps"],
-        "host_Bps": chip["host_Bps"],
-        "flops_per_s": dict(chip["flops_per_s"]),
-        "source": chip["source"],
-        **({"products": products} if products else {}),
-    }
-    return {
-        "name": fields["name"],
-        "number": number,
-        "accelerators": fields["num_accelerators"],
-        "accelerator": accelerator,
-        **{key: fields[key] for key in ("link_Bps", "link_latency_s", "network_Bps", "network_latency_s")},
-        "memory": fields["memory_bytes"],
-        "cores": fields["cores"],
-        "price_per_hour": fields["price_per_hour"],
-        "price_source": fields["price_source"],
-        "source": fields["source"],
-    }
 
 
 _DEVICE_MARGIN = 0.06

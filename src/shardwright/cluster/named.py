@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from shardwright.cluster.cluster import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
 from shardwright.files.documents import parse_yaml
-from shardwright.quantities import MOST_NODES, cores_of_host, parse_bytes
+from shardwright.quantities import MOST_NODES, cores_of_host
 from shardwright.text import shown
 
 # Of cgroups, version 2 and 1; in a container, its own.
@@ -45,7 +46,6 @@ _CPU_NETWORK_BPS, _CPU_NETWORK_LATENCY_S = 1.25e9, 1e-4  # 10 Gbit/s
 _UNKNOWN_MEMORY = 8 * 2**30
 
 _MOST_DIGITS = 12
-_LINK_LATENCY_S, _NETWORK_LATENCY_S = 1e-5, 2e-5
 _TERM = re.compile(
     r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:(?:\s*\*\s*|\s+x\s+)(?P<number>[-+\w.]+))?"
     r"(?:\s*@\s*(?P<network>[\w.]+(?:\s*[\w/]+)?))?",
@@ -60,8 +60,18 @@ def node_kinds() -> Mapping[str, NodeKind]:
         parse_yaml(folder.joinpath(name).read_text(encoding="utf-8"))
         for name in ("accelerators.yaml", "nodes.yaml")
     )
-    known = {name: _accelerator(name, fields) for name, fields in accelerators.items()}
-    kinds = {name: _node(name, fields, known[fields["accelerator"]]) for name, fields in nodes.items()}
+    chips = {name: {**fields, "name": name, "source": "data sheet"} for name, fields in accelerators.items()}
+    kinds = TypeAdapter(dict[str, NodeKind]).validate_python(
+        {
+            name: {
+                **fields,
+                "name": name,
+                "accelerator": chips[fields["accelerator"]],
+                "source": "data sheet",
+            }
+            for name, fields in nodes.items()
+        }
+    )
     return {**kinds, THIS_CPU: _this_cpu()}
 
 
@@ -163,30 +173,4 @@ def _this_cpu() -> NodeKind:
         memory_bytes=memory,
         cores=cores,
         source="typical",
-    )
-
-
-def _accelerator(name: str, fields: Mapping[str, Any]) -> Accelerator:
-    return Accelerator(
-        name=name,
-        family=fields["family"],
-        flops_per_s={dtype: float(rate) for dtype, rate in fields["flops_per_s"].items()},
-        memory_bytes=parse_bytes(fields["memory"]),
-        memory_Bps=float(fields["memory_Bps"]),
-        host_Bps=float(fields["host_Bps"]),
-    )
-
-
-def _node(name: str, fields: Mapping[str, Any], accelerator: Accelerator) -> NodeKind:
-    return NodeKind(
-        name=name,
-        accelerator=accelerator,
-        num_accelerators=fields["accelerators"],
-        link_Bps=float(fields["link_Bps"]),
-        link_latency_s=_LINK_LATENCY_S,
-        network_Bps=float(fields["network_Bps"]),
-        network_latency_s=_NETWORK_LATENCY_S,
-        memory_bytes=parse_bytes(fields["memory"]),
-        price_per_hour=fields.get("price_per_hour"),
-        price_source=fields.get("price_source", ""),
     )

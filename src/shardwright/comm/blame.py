@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from shardwright.comm.joining.run_secret import ForgedError, not_from_a_stranger
-from shardwright.comm.whereabouts import Store
 
 _T = TypeVar("_T")
 
@@ -25,6 +24,18 @@ _PATIENCE_S = 1.0
 _LONGEST_ANSWER_S = 2.0
 _PAUSE_S = 0.05
 _NO_WORD = "it left without a word: killed, out of memory, hanging, out of reach, or at the end of its script"
+
+
+class Store(Protocol):
+    """The part of a `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

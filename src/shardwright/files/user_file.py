@@ -218,18 +218,17 @@ def _kinds(annotation: Any) -> Any:
         yield annotation
 
 
-# For the fields of dataclasses, too.
-_NUMBER = BeforeValidator(no_bool)
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False), _NUMBER]
-NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False), _NUMBER]
-Seconds = Annotated[float, Field(ge=0, le=1e6), _NUMBER]  # more are a mistake, as of one unit or message
-Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES), _NUMBER]
-Share = Annotated[float, Field(ge=0, le=1), _NUMBER]
+NUMBER = BeforeValidator(no_bool)  # in dataclasses: a `Record` looks at all its fields
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False), NUMBER]
+NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False), NUMBER]
+Seconds = Annotated[float, Field(ge=0, le=1e6), NUMBER]  # more are a mistake, as of one unit or message
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES), NUMBER]
+Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 
 
 def _bytes(value: Any) -> Any:
     try:
-        return parse_bytes(value)
+        return parse_bytes(no_bool(value))
     except ConfigError:
         raise ValueError("it must be a size such as 40GiB, or a number of bytes") from None
 
