@@ -1,6 +1,8 @@
 """Gloo and a thread stand in for NCCL and streams: the classes for accelerators run on the CPU."""
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
 
 from shardwright.collectives import Topology
 from shardwright.collectives.choose import COLLECTIVES
@@ -8,10 +10,36 @@ from shardwright.collectives.prices import DevicePrices, Line
 from shardwright.comm._private import gloo_group
 from shardwright.comm.collectives import connect
 from shardwright.comm.collectives.device_collectives import DeviceCollectives
-from shardwright.comm.collectives.device_lanes import Accelerator, ThreadLanes
-from shardwright.comm.collectives.ordered_thread import OrderedThread
+from shardwright.comm.collectives.device_lanes import Accelerator, Hops
+from shardwright.comm.collectives.ordered_thread import CollectiveWork, OrderedThread
 from shardwright.comm.collectives.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.comm.joining.process_group import default_store
+
+
+class ThreadLanes:
+    """Hops one after the other, on the ordered thread of a group, where gloo replaces NCCL."""
+
+    def __init__(self, thread: OrderedThread):
+        self._thread = thread
+
+    def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
+        def task() -> list[Tensor]:
+            for hop, chunk in hops.in_order():
+                hop.do(chunk)
+            return results
+
+        if waits:
+            done: Future[list[Tensor]] = Future()
+            done.set_result(self._thread.run(task))
+            return CollectiveWork(done)
+        return CollectiveWork(self._thread.submit(task))
+
+    def join(self) -> None:
+        self._thread.run(lambda: None)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        return tensor
+
 
 STAND_IN = Accelerator("cpu", lambda: True, gloo_group, ThreadLanes)
 

@@ -62,8 +62,6 @@ class Record(BaseModel):
 
 
 class FileEntry(Record):
-    """A file."""
-
     size: NonNegativeInt
     sha256: Sha256
 

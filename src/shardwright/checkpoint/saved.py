@@ -16,8 +16,6 @@ from shardwright.errors import CorruptCheckpointError
 
 
 class TensorPart:
-    """A part of a tensor, to be saved."""
-
     __slots__ = ("box", "name", "stored", "whole")
 
     def __init__(self, name: str, *, whole: tuple[int, ...], box: Box, stored: StoredTensor):

@@ -260,7 +260,6 @@ class _DeviceStopwatch:
         self._device = device
 
     def lines(self, group: dist.ProcessGroup) -> dict[str, Line]:
-        """A line for each collective of a group."""
         return {collective: self.line(partial(self._call, group, collective)) for collective in COLLECTIVES}
 
     def line(self, call_of: Callable[[int], tuple[Callable[[], object], int]]) -> Line:

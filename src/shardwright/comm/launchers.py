@@ -280,7 +280,6 @@ def _sagemaker_hosts(text: str) -> list[str]:
 
 
 def from_single_process(variables: Variables) -> LaunchEnvironment:
-    """No launcher at all."""
     if (variables.number("WORLD_SIZE") or 1) > 1:
         variables.together("RANK", "WORLD_SIZE")
     return LaunchEnvironment(

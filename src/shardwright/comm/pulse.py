@@ -197,7 +197,6 @@ class OtherPage:
             raise ValueError("the page of another process")
 
     def read(self) -> Beat:
-        """What is on it."""
         beat = read_beat(self._page)
         if beat is None:
             raise ValueError("no page of a rank")

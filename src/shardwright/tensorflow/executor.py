@@ -143,11 +143,9 @@ class _PieceStage:
         self.offload(microbatch)
 
     def to_send(self, microbatch: int, crossing: Crossing) -> Any:
-        """A value that the stage has made."""
         return self.stores[microbatch].take(self.programs[microbatch].name_of(crossing))
 
     def gradient_to_send(self, microbatch: int, crossing: Crossing) -> Any:
-        """A gradient that the stage has made."""
         return self.stores[microbatch].take(self.programs[microbatch].name_of(crossing))
 
     def _run(self, part: Part, microbatch: int) -> None:

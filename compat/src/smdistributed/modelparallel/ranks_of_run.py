@@ -71,7 +71,6 @@ class RanksOfRun:
 
     @property
     def objects_group(self) -> dist.ProcessGroup:
-        """All ranks, for objects."""
         present_run()
         if self._lost_object:
             raise UsageError(
@@ -86,7 +85,6 @@ class RanksOfRun:
         self._lost_object = call
 
     def alone(self) -> dist.ProcessGroup:
-        """A group of this rank alone."""
         if self._alone is None:
             self._alone = dist.new_group([present_run().rank], use_local_synchronization=True)
         return self._alone

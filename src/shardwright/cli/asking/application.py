@@ -88,6 +88,5 @@ def print_json(document: Any) -> None:
 
 
 def _shown_on(stream: TextIO, text: object, *, folds: bool = True) -> str:
-    """The text as a stream gets it."""
     safe = printable(str(text), lines=True)
     return folded(safe, shutil.get_terminal_size().columns) if folds and stream.isatty() else safe

@@ -1,4 +1,4 @@
-"""Runs the hops of a collective: on device streams, or on a thread where gloo replaces NCCL.
+"""Runs the hops of a collective on device streams.
 
 ::
 
@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from shardwright.comm._private import has_nccl, nccl_group
-from shardwright.comm.collectives.ordered_thread import CollectiveWork, OrderedThread
+from shardwright.comm.collectives.ordered_thread import OrderedThread
 
 Lane = Literal["across", "inside"]
 """The groups of a rank: those with its place on each node, and its own node."""
@@ -93,35 +93,6 @@ class _DeviceLanes(Protocol):
         """Says of a tensor that was made in a hop that both lanes use it."""
 
 
-class ThreadLanes:
-    """Hops one after the other, on the ordered thread of a group."""
-
-    def __init__(self, thread: OrderedThread):
-        self._thread = thread
-
-    def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
-        """As `_DeviceLanes`."""
-
-        def task() -> list[Tensor]:
-            for hop, chunk in hops.in_order():
-                hop.do(chunk)
-            return results
-
-        if waits:
-            done: Future[list[Tensor]] = Future()
-            done.set_result(self._thread.run(task))
-            return CollectiveWork(done)
-        return CollectiveWork(self._thread.submit(task))
-
-    def join(self) -> None:
-        """As `_DeviceLanes`."""
-        self._thread.run(lambda: None)
-
-    def shared(self, tensor: Tensor) -> Tensor:
-        """As `_DeviceLanes`."""
-        return tensor
-
-
 class StreamLanes:
     """Hops on two streams of each device, so that the chunks of both groups go at the same time.
 
@@ -139,7 +110,6 @@ class StreamLanes:
         self._streams: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
-        """As `_DeviceLanes`; whether the caller waits makes no difference."""
         device = results[0].device
         streams = self._streams_of(device)
         current = self._cuda.current_stream(device)
@@ -163,13 +133,11 @@ class StreamLanes:
         return _StreamWork(ends, results, futures=streams["futures"], cuda=self._cuda)
 
     def join(self) -> None:
-        """As `_DeviceLanes`."""
         for device, streams in self._streams.items():
             for lane in LANES:
                 self._cuda.current_stream(device).wait_stream(streams[lane])
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """As `_DeviceLanes`."""
         streams = self._streams_of(tensor.device)
         for lane in LANES:
             tensor.record_stream(streams[lane])
@@ -201,11 +169,9 @@ class _StreamWork(_Work):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:

@@ -126,7 +126,6 @@ def run_gloo(
 def start_gloo(
     group: dist.ProcessGroup, collective: str, data: Tensor, output: Tensor, reduction: Reduction, source: int
 ) -> dist.Work:
-    """Starts a collective."""
     op: Any = dist.ReduceOp.SUM if reduction.name == "AVG" else getattr(dist.ReduceOp, reduction.name)
     if collective == "all_gather":
         return group._allgather_base(output.view(torch.uint8), data.view(torch.uint8))

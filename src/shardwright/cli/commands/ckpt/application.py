@@ -160,7 +160,6 @@ def _found_model(source: Path, key: str | None) -> _Found:
 
 
 def _reader(found: "FoundModel", key: str | None) -> "Callable[[Path], ModelFile]":
-    """The reader of a file of a model."""
     from shardwright.checkpoint.importing import FileKind, read_tensor_file
 
     if found.kind is FileKind.PICKLE:

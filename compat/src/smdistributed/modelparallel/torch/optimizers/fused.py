@@ -50,5 +50,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         return None
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Updates one parameter."""
         raise NotImplementedError

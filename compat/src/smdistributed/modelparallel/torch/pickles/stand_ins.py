@@ -39,7 +39,6 @@ class SavedType(StandIn):
             self.dtype = numpy.dtype(f"{self.dtype.kind}{state[5] // (4 if self.dtype.kind == 'U' else 1)}")
 
     def restored(self) -> Any:
-        """The type."""
         return self.dtype
 
 
@@ -61,7 +60,6 @@ class SavedArray(numpy.ndarray[Any, Any], StandIn):
         self._is_filled = True
 
     def restored(self) -> Any:
-        """The array."""
         if not self._is_filled:
             raise ValueError("an array has no contents")
         return self.view(numpy.ndarray)
@@ -74,7 +72,6 @@ class SavedRange(StandIn):
         self._range = range(*limits)
 
     def restored(self) -> Any:
-        """The range."""
         return self._range
 
 

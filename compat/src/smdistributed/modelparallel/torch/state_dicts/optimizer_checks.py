@@ -9,7 +9,6 @@ from shardwright.errors import CheckpointError
 
 
 def refuse_other_groups(state: Mapping[str, Any], num_groups: int) -> None:
-    """Refuses what is no state of an optimizer, or one of other groups."""
     if not {"state", "param_groups"} <= state.keys():
         raise CheckpointError(
             "this is no state of an optimizer: it has no state and param_groups, but "

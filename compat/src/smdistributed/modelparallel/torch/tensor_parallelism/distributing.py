@@ -85,7 +85,6 @@ class _Distribution:
         self._inside: set[int] = set()  # modules in distributed ones
 
     def whole_model(self) -> nn.Module:
-        """Distributes it all."""
         model = self._distributed(self._model)
         for module in model.modules():
             wish = wish_of(module)
@@ -224,7 +223,6 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
 
 
 def _accepted(kind: type[DistributedModule], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a distributed module takes."""
     names = set(_parameters(kind))
     if "kwargs" in names:
         names |= {field.name for field in fields(LayerOptions)}
