@@ -5,7 +5,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any
@@ -146,17 +146,16 @@ _MOST_LINES = 12
 class Stillness:
     """Looks at a thread now and then; another thread calls it."""
 
-    def __init__(self, thread_id: int, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, thread_id: int):
         self._thread_id = thread_id
-        self._clock = clock
         self._place: tuple[tuple[int, int], ...] = ()
-        self._since_s = clock()
+        self._since_s = time.monotonic()
 
     def look(self) -> None:
         """Notes where the thread is."""
         place = _place(self.frame)
         if place != self._place:
-            self._place, self._since_s = place, self._clock()
+            self._place, self._since_s = place, time.monotonic()
 
     @property
     def frame(self) -> FrameType | None:
@@ -166,7 +165,7 @@ class Stillness:
     @property
     def seconds(self) -> float:
         """How long it has been where it was at the last look, at least."""
-        return self._clock() - self._since_s
+        return time.monotonic() - self._since_s
 
     @property
     def waits(self) -> bool:

@@ -100,10 +100,6 @@ def _array(plain: Any) -> Any:
     return np.ndarray(shape, dtype, bytearray(data), order=order)
 
 
-def _scalar_classes() -> set[type]:
-    return {kind for kind in np.sctypeDict.values() if kind is not np.object_ and kind is not np.void}
-
-
 register(Tensor, "tensor", _plain_tensor, _tensor)
 register(
     nn.Parameter, "parameter", lambda p: [p.detach(), p.requires_grad], lambda plain: nn.Parameter(*plain)
@@ -112,7 +108,7 @@ register(torch.dtype, "dtype", _name, _DTYPES.__getitem__)
 register(torch.device, "device", str, torch.device)
 register(torch.Size, "size", list, torch.Size)
 register(np.ndarray, "array", _plain_array, _array)
-for _kind in _scalar_classes():
+for _kind in {kind for kind in np.sctypeDict.values() if kind is not np.object_ and kind is not np.void}:
     register(
         _kind,
         f"numpy.{_kind.__name__}",

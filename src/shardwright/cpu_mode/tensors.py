@@ -105,9 +105,9 @@ def _is_installed(path: str, module: str) -> bool:
     return path.startswith(("<", *_installed_at())) or module.partition(".")[0] in _OWN_PACKAGES
 
 
-def script_asks(depth: int = 2) -> bool:
+def script_asks() -> bool:
     """Whether code of the script has called the function that asks."""
-    frame = sys._getframe(depth)
+    frame = sys._getframe(2)
     return not _is_installed(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
 
 

@@ -116,7 +116,9 @@ class Estimator:
         self.device = _device(device, self.instance_type)
         self.s3_to_local = dict(s3_to_local or {})
         _name("output_path", os.fspath(output_path))
-        self.output_path = str(_output_path(output_path, self.s3_to_local))
+        self.output_path = str(
+            local_path(os.fspath(output_path), what="output_path", s3_to_local=self.s3_to_local).absolute()
+        )
         self.base_job_name = base_job_name
         self.image_uri = image_uri
         self.max_run: float | None = _seconds(renamed.get("max_run", max_run))
@@ -333,10 +335,6 @@ def _engine(given: Any) -> Engine:
         )
     found: Engine = given
     return found
-
-
-def _output_path(given: str | os.PathLike[str], s3_to_local: Mapping[str, str | os.PathLike[str]]) -> Path:
-    return local_path(os.fspath(given), what="output_path", s3_to_local=s3_to_local).absolute()
 
 
 class TensorFlow(Estimator):

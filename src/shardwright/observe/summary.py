@@ -208,7 +208,6 @@ class RunSummary:
     final_loss: float | None = None
     throughput: float | None = None
     throughput_unit: str = "tok/s"
-    single_throughput: float | None = None
     step_s: float | None = None
     step_predicted_s: float | None = None
     bubble: float | None = None
@@ -224,12 +223,11 @@ def format_summary(summary: RunSummary) -> str:
     """The summary as text; lines with unknown values are left out.
 
     >>> print(format_summary(RunSummary(
-    ...     steps=200, first_loss=10.82, final_loss=3.2145, throughput=41_234.0, single_throughput=23_100.0,
-    ...     step_s=0.41, step_predicted_s=0.43, bubble=0.112, bubble_predicted=0.1)))
+    ...     steps=200, first_loss=10.82, final_loss=3.2145, throughput=41_234.0, step_s=0.41,
+    ...     step_predicted_s=0.43, bubble=0.112, bubble_predicted=0.1)))
     200 steps done
       loss        3.2145 (10.8200 at the first step)
       throughput  41.2k tok/s
-      speed-up    1.79x over one process (23.1k tok/s)
       step        410 ms, 5% faster than predicted (430 ms)
       bubble      11% measured, 10% predicted
     """
@@ -244,9 +242,7 @@ def format_summary(summary: RunSummary) -> str:
     return "\n".join([title, *(f"  {row}" for row in rows)])
 
 
-def summarize(
-    folder: RunFolder | str | os.PathLike[str], *, single_throughput: float | None = None
-) -> RunSummary:
+def summarize(folder: RunFolder | str | os.PathLike[str]) -> RunSummary:
     """Reads the outcome of a run from its folder."""
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
     records, num_steps = read_first_and_last(found.metrics_file)
@@ -264,7 +260,6 @@ def summarize(
         final_loss=_loss(records[-1], where),
         throughput=tokens if tokens is not None else _median(steady, Metric.SAMPLES, where),
         throughput_unit="tok/s" if tokens is not None else "samples/s",
-        single_throughput=single_throughput,
         step_s=_median(steady, Metric.STEP, where),
         step_predicted_s=_median(steady, Metric.STEP_PREDICTED, where),
         bubble=_median(steady, Metric.BUBBLE, where),
@@ -284,13 +279,6 @@ def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "loss", format_loss(summary.final_loss) + of
     if summary.throughput is not None:
         yield "throughput", f"{format_rate(summary.throughput)} {summary.throughput_unit}"
-        single = summary.single_throughput
-        if single:
-            ratio = summary.throughput / single
-            yield (
-                "speed-up",
-                f"{ratio:.2f}x over one process ({format_rate(single)} {summary.throughput_unit})",
-            )
     if summary.step_s is not None:
         yield "step", _against(format_seconds(summary.step_s), summary.step_predicted_s, summary.step_s)
     if summary.bubble is not None:

@@ -71,7 +71,7 @@ def measured_events(
     ]
 
 
-def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int, step_s: float | None = None) -> float:
+def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int) -> float:
     """The idle share of the ranks' time, 0 to 1: ``1 - sum(busy) / (ranks * step)``.
 
     Waiting is idle: a rank that holds an action up because its input is on the way does nothing.
@@ -81,9 +81,8 @@ def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int, step_s: float | N
     >>> bubble([MeasuredEvent(0, forward, 0, 4), MeasuredEvent(1, forward, 0, 4, 2)], num_ranks=2)
     0.25
     """
-    if step_s is None:
-        first = min((event.work_start_s for event in events), default=0.0)
-        step_s = max((event.end_s for event in events), default=0.0) - first
+    first = min((event.work_start_s for event in events), default=0.0)
+    step_s = max((event.end_s for event in events), default=0.0) - first
     busy_s = [0.0] * num_ranks
     for event in events:
         busy_s[event.rank] += event.busy_s

@@ -64,9 +64,9 @@ def present_cluster(
         lambda: context.links.transport is not None and bool(context.links.transport.local)
     )
     local = context.links.local_peers if shared else None
-    intra = _time_link(context, 0, 1, local) if context.local_size > 1 else None
+    intra = _time_link(context, 1, local) if context.local_size > 1 else None
     per_node = context.local_size
-    inter = _time_link(context, 0, per_node, local) if context.mesh.world_size > per_node else None
+    inter = _time_link(context, per_node, local) if context.mesh.world_size > per_node else None
     if context.links.local_peers is not None:
         context.links.local_peers.shrink()  # the model's messages may be smaller than those
     give_back_freed_memory()
@@ -150,15 +150,15 @@ def memory_of_rank(context: Context) -> int:
     return host_memory_bytes() // context.local_size
 
 
-def _time_link(context: Context, first: int, second: int, local: LocalPeers | None) -> Link:
+def _time_link(context: Context, other: int, local: LocalPeers | None) -> Link:
     """Sends messages of two sizes to and fro, the way of the pipeline's; the same result on every rank."""
-    pair = (first, second)
+    pair = (0, other)
     transport = None
     if context.rank in pair:
         transport = Transport(pair, rank=pair.index(context.rank), local=local)
 
     def timed(num_bytes: int) -> tuple[float, float]:
-        return _time_messages(context, transport, num_bytes, first)
+        return _time_messages(context, transport, num_bytes)
 
     small_s, _ = timed(_SMALL_BYTES)
     large_bytes = _LARGE_BYTES
@@ -174,21 +174,19 @@ def _time_link(context: Context, first: int, second: int, local: LocalPeers | No
     )
 
 
-def _time_messages(
-    context: Context, transport: Transport | None, num_bytes: int, first: int
-) -> tuple[float, float]:
-    """Seconds of a message one way, and those for which it keeps a core busy: as rank `first` has them."""
+def _time_messages(context: Context, transport: Transport | None, num_bytes: int) -> tuple[float, float]:
+    """Seconds of a message one way, and those for which it keeps a core busy: as the first rank has them."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
     times, busy_times = [], []
     for _ in range(_MESSAGES + 1):
         start, worked = time.perf_counter(), time.process_time()
         if transport is not None:
-            _to_and_fro(transport, message, begins=context.rank == first)
+            _to_and_fro(transport, message, begins=context.rank == 0)
         _wait(context.device)
         times.append((time.perf_counter() - start) / 2)
         busy_times.append((time.process_time() - worked) / 2)
     measured = (min(times[1:]), statistics.median(busy_times[1:]))  # the first one opens the connection
-    message_s, busy_s = tell_from(first, measured)
+    message_s, busy_s = tell_from(0, measured)
     return float(message_s), float(busy_s)
 
 

@@ -40,14 +40,14 @@ class Timing(Cost):
     inferred: bool = False
 
     @classmethod
-    def of_runs(cls, runs: Sequence[Sequence[float]], *, input_s: float | None = None) -> "Timing":
+    def of_runs(cls, runs: Sequence[Sequence[float]]) -> "Timing":
         """The medians of several runs: seconds of the forward, of the backward, perhaps of others."""
         forward_s, backward_s, *_ = (statistics.median(column) for column in zip(*runs, strict=True))
         totals = [sum(seconds) for seconds in runs]
         middle = statistics.median(totals)
         quartiles = statistics.quantiles(totals, n=4) if len(totals) > 1 else [middle] * 3
         spread = (quartiles[2] - quartiles[0]) / middle if middle else 0.0
-        return cls(forward_s=forward_s, backward_s=backward_s, input_s=input_s, spread=spread)
+        return cls(forward_s=forward_s, backward_s=backward_s, spread=spread)
 
     @property
     def whole_s(self) -> float:

@@ -152,7 +152,7 @@ class PieceBuilder:
         inside = [name for name in (*piece.gives, *dict(piece.sums)) if name not in replaced]
         inside = list(dict.fromkeys(inside))
         wanted = [*inside, *piece.effects]
-        used = {_tensor_name(i) for node in definition.node for i in node.input if i[0] != "^"}
+        used = {(i if ":" in i else f"{i}:0") for node in definition.node for i in node.input if i[0] != "^"}
         found = tf.graph_util.import_graph_def(
             definition,
             input_map={name: tensor for name, tensor in replaced.items() if name in used},
@@ -173,7 +173,3 @@ class PieceBuilder:
 def _source(given: str) -> str:
     """The operation that an input of a node names: ``name:1``, ``name`` or ``^name``."""
     return given.lstrip("^").partition(":")[0]
-
-
-def _tensor_name(given: str) -> str:
-    return given if ":" in given else f"{given}:0"

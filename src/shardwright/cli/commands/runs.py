@@ -128,5 +128,4 @@ def summary_document(summary: RunSummary) -> dict[str, Any]:
     for name in ("stages", "throughput_unit"):
         del document[name]
     document[rate] = document.pop("throughput")
-    document[f"{rate}_of_one_process"] = document.pop("single_throughput")
     return document

@@ -268,14 +268,12 @@ def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes:
         step_s=replay.simulation.step_s * factor,
         idle_s=tuple(seconds * factor for seconds in replay.idle_s),
         spans=thin(scaled(simulated_spans(replay.simulation), factor), ranks),
-        memory=tuple(_slower(row, factor) for row in memory),
+        memory=tuple(
+            replace(row, moments=tuple((at_s * factor, held) for at_s, held in row.moments)) for row in memory
+        ),
         stack=stack,
         limit_bytes=planned_bytes or limit_bytes or 0,
     )
-
-
-def _slower(row: RankMemory, factor: float) -> RankMemory:
-    return replace(row, moments=tuple((at_s * factor, held) for at_s, held in row.moments))
 
 
 def _predicted_memory(plan: Plan | None) -> tuple[MemoryPrediction, ...]:
