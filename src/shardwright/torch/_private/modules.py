@@ -13,31 +13,9 @@ from torch import _guards
 from torch.autograd import profiler
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import _functional_collectives
-from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.nn.utils import clip_grad, parametrize
 from torch.utils.hooks import RemovableHandle
-
-__all__ = [
-    "BackwardHookFunction",
-    "backward_in_progress",
-    "behind_inner_backward",
-    "call_after_backward",
-    "goes_into_gradients",
-    "gradient_is_wanted",
-    "gradient_transform_active",
-    "newest_node",
-    "norms_of",
-    "parameters_to_clip",
-    "put_saved_tensor_hooks",
-    "replace_total_norm",
-    "run_backward",
-    "running_node",
-    "saved_by",
-    "saved_tensor_hooks",
-    "shape_behind",
-    "take_saved_tensor_hooks",
-    "transforms_beside_hooks",
-]
 
 # What batch and instance norms have in common: running statistics, and their momentum.
 BatchNormBase = torch.nn.modules.batchnorm._NormBase

@@ -8,61 +8,16 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-
-__all__ = [
-    "FAKE_FAILURES",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "StorageWeakRef",
-    "TorchFunctionMode",
-    "UnsupportedOperatorException",
-    "attention_kernel",
-    "attention_kernels_allowed",
-    "change_shape_only",
-    "device_asked",
-    "disabled_torch_function",
-    "dtensor_of",
-    "fake_failures_unlogged",
-    "fake_mode_is_active",
-    "flattened",
-    "function_mode_depth",
-    "function_transforms_active",
-    "generator_key",
-    "has_storage",
-    "is_composite",
-    "make_wrapper",
-    "memory_of",
-    "new_fake_mode",
-    "new_wrapper",
-    "num_sharing",
-    "outside_of_functions",
-    "outside_of_modes",
-    "packed_call",
-    "pop_function_mode",
-    "push_function_mode",
-    "put_in_place",
-    "spec_like",
-    "storage_key",
-    "unflattened",
-    "unset_fake_temporarily",
-    "values_of_sparse",
-    "weak_storage",
-    "without_subclass_functions",
-]
 
 # A subclass with this as __torch_function__ answers metadata without a detour through Python.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
