@@ -70,7 +70,7 @@ def main():
     )
     accelerator.init_trackers("quickstart", config={"lora": args.lora})
     with accelerator.main_process_first():
-        train, evaluation = Texts(32, 1), Texts(20, 2)
+        train, evaluation = Texts(30, 1), Texts(18, 2)
     model = new_model(args.lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     train_dataloader = DataLoader(train, batch_size=args.batch_size)

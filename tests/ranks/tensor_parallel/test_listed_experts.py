@@ -34,16 +34,10 @@ def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int) -> None:
 
 @pytest.mark.thorough
 def test_ranks_share_experts_in_lists():
+    """Bug: where a shape came later, all but the first rank forgot in copies of units, and all waited."""
     uneven = Iteration(batch_size=7, length=5)
     steps = case(2, iterations=(uneven, Iteration(length=6), EVALUATION), least_divided=0.5)
     check(sparse(*BLOCKS), {"three steps": steps}, num_ranks=2)
-
-
-@pytest.mark.thorough
-def test_a_shape_that_comes_later_is_traced_alike_on_all_ranks():
-    """Bug: all but the first rank forgot in copies of units whose experts are shared; all waited for ever."""
-    uneven = Iteration(batch_size=5, length=4)
-    check(sparse("Mixtral"), {"a step": case(2, iterations=(uneven,))}, num_ranks=2)
 
 
 @pytest.mark.thorough

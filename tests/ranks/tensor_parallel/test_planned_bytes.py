@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from language_models import WORDS
 from listed_experts import SparseModel
 from searching import model_of
@@ -35,18 +34,6 @@ EXPERTS = {"expert_parallel_degree": 2}
 BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 
 
-def shifted_loss(model, ids):
-    """As in a step function of one's own."""
-    logits = model(input_ids=ids).logits
-    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
-
-
-def loss_of(name, model, ids):
-    if name == "listed":
-        return model(ids, ids)
-    return shifted_loss(model, ids) if "shifted" in name else model(input_ids=ids, labels=ids).loss
-
-
 def sent_and_planned(name, microbatches, settings):
     """Bytes that this rank sends in forwards and backwards of a step, those of the plan, and collectives."""
     sw.init({"run_dir": "off", "microbatches": microbatches, "profile": "estimated", **settings})
@@ -59,13 +46,11 @@ def sent_and_planned(name, microbatches, settings):
 
     @sw.step
     def train(model, ids):
-        loss = loss_of(name, model, ids)
+        loss = model(ids, ids) if is_listed else model(input_ids=ids, labels=ids).loss
         model.backward(loss)
         return loss
 
-    words = 50 if name == "listed" else WORDS
-    length = 31 if "odd" in name else 32
-    ids = torch.randint(3, words, (4, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 50 if is_listed else WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
     train(model, ids)
     groups = [each for each in gc.get_objects() if isinstance(each, TensorGroup)]
     groups = [each for each in groups if isinstance(each.collectives, ProcessGroupCollectives)]
@@ -91,17 +76,20 @@ def sent_and_planned(name, microbatches, settings):
     return found
 
 
-# T5: the gradients of its position biases, and of what its encoder gives, are added up over layers before
-# they are placed.
-def test_bytes_are_those_of_the_plan():
-    for sent, planned, calls in run_ranks(sent_and_planned, 2, "llama", 2, LAYERS, timeout_s=120):
-        assert sent == planned > 0, calls
+RUNS = {
+    "layers and sequences": [("llama", 2, settings) for settings in (LAYERS, SEQUENCES, BOTH)],
+    "experts": [(name, 1, EXPERTS) for name in ("mixtral, router logits", "listed")],
+}
 
 
-@pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
-def test_bytes_of_shared_sequences_are_those_of_the_plan(settings):
-    for sent, planned, calls in run_ranks(sent_and_planned, 2, "llama", 2, settings, timeout_s=120):
-        assert sent == planned > 0, calls
+@pytest.mark.parametrize("shared", ["layers and sequences", thorough("experts")])
+def test_bytes_are_those_of_the_plan(shared):
+    def of_each():
+        return [sent_and_planned(*run) for run in RUNS[shared]]
+
+    for found in run_ranks(of_each, 2, timeout_s=200):
+        for (sent, planned, calls), run in zip(found, RUNS[shared], strict=True):
+            assert sent == planned > 0, (run, calls)
 
 
 def sent_and_planned_in_a_ring():
@@ -119,13 +107,6 @@ def sent_and_planned_in_a_ring():
 def test_bytes_of_a_ring_are_those_of_the_plan():
     for sent, planned, calls, in_a_ring in run_ranks(sent_and_planned_in_a_ring, 2, timeout_s=120):
         assert in_a_ring >= 4  # two steps of two layers
-        assert sent == planned > 0, calls
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [thorough("mixtral, router logits"), "listed"])
-def test_bytes_of_shared_experts_are_those_of_the_plan(name):
-    for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
         assert sent == planned > 0, calls
 
 
@@ -157,26 +138,25 @@ def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("num_ranks", [2, thorough(3)])
-def test_ranks_offload_their_parts(num_ranks: int) -> None:
+def test_ranks_offload_their_parts() -> None:
+    """Three, of which the parts are uneven."""
     cases = {
-        "other shapes, evaluations": case(num_ranks, OFFLOADS, iterations=CHANGING),
-        "inputs": case(num_ranks, {**OFFLOADS, **RECOMPUTED}),
+        "other shapes, evaluations": case(3, OFFLOADS, iterations=CHANGING),
+        "inputs": case(3, {**OFFLOADS, **RECOMPUTED}),
     }
-    check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
+    check(language(tied=True, dropout=0.1), cases, num_ranks=3)
 
 
-@pytest.mark.parametrize("way", [thorough("stages and back"), thorough("shards")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["stages and back", "shards"])
 def test_stages_and_shards_of_parts(way: str) -> None:
-    settings = {**OFFLOADS, "microbatches": 4}
-    shards = {
-        "pipeline_parallel_degree": 1,
-        "sharded_data_parallel_degree": 2,
-        "sdp_param_persistence_threshold": 1,
+    ways = {
+        "stages and back": SCHEDULES["zb_v"],
+        "shards": {
+            "pipeline_parallel_degree": 1,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": 1,
+        },
     }
-    cases = {
-        "stages": case(2, {**settings, **SCHEDULES["1f1b"]}),
-        "stages and back": case(2, {**settings, **SCHEDULES["zb_v"]}),
-        "shards": case(2, {**settings, **shards}),
-    }
-    check(language(tied=True, dropout=0.1), {way: cases[way]}, num_ranks=4)
+    cases = {way: case(2, {**OFFLOADS, "microbatches": 4, **ways[way]})}
+    check(language(tied=True, dropout=0.1), cases, num_ranks=4)
