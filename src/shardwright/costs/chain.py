@@ -248,8 +248,13 @@ def chain_prices(
     *,
     precision: Precision,
     width: int,
+    hides_messages: bool = True,
 ) -> Prices:
-    """Seconds and bytes of every candidate, on nodes of one kind or several."""
+    """Seconds and bytes of every candidate, on nodes of one kind or several.
+
+    `hides_messages`: of those between stages, what other microbatches do not hide counts, as it does for
+    transformers; otherwise all of them.
+    """
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     limit = np.zeros(number)
 
@@ -264,6 +269,7 @@ def chain_prices(
             group,
             rates_among([there[0] for there in group.kinds], between) if apart else between,
             width,
+            hides_messages,
         )
 
     return Prices(
@@ -277,7 +283,9 @@ def _memory_rate(kind: KindOfRank) -> float:
     return float(kind.rates.memory_Bps * min(kind.reached.memory, 1.0))
 
 
-def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> StepSeconds:
+def _seconds_of(
+    chain: LayerChain, group: _Group, rates: Rates, width: int, hides_messages: bool
+) -> StepSeconds:
     o = group.options
     p, m = o.pipeline, o.microbatches
     reached = min((kind for there in group.kinds for kind in there), key=flops_per_s).reached
@@ -293,6 +301,7 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
     trained = (parameters - group.of_ranks(np.array(chain.column("frozen")))).max()
     crossing = _crossing(chain, group)
     hop = _hop_seconds(o, crossing * width, rates, reached)
+    others = np.where(m > 1, mean, 0.0) * hides_messages
     # Sums over replicas begin in the last backward.
     sums = all_reduce_seconds(trained, o, rates, reached)
     behind = reached.overlap * price.backward.mean(axis=1)
@@ -306,7 +315,7 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
         context=0.0,
         expert=0.0,
         bubble=bubble_seconds(o, mean=mean, weight=weight, hop=hop),
-        point_to_point=m * hop,
+        point_to_point=m * beyond(hop, reached.overlap * others),
         gather=gather,
         reduce_scatter=scatter,
         all_reduce=beyond(sums, behind),

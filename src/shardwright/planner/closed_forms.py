@@ -231,6 +231,7 @@ class _ClosedForms:
             between,
             precision=precision,
             width=int(ways.width),
+            hides_messages=False,
         )
         return self._seconds(prices.seconds, ways, grids), _ROOM * prices.num_bytes.total - prices.limit
 
