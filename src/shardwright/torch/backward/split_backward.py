@@ -1,4 +1,4 @@
-"""Splits the backward of linear layers: input gradients now, weight gradients later.
+"""Splits the backward of linear layers and convolutions: input gradients now, weight gradients later.
 
 A zero-bubble schedule sends the gradient of a stage's input as early as it can (``I``) and computes the
 weight gradients (``W``) while it would otherwise wait. Autograd does both at once, so the modules listed here
@@ -10,7 +10,7 @@ which bypasses autograd. In every other backward it gives both to autograd as us
     W  closure()                       a backward inside of I       the same
                                        somebody listens (hooks)     the same
 
-Everything else (norms, embeddings, convolutions) is computed in ``I``. That is correct; it only defers
+Everything else (norms, embeddings, unusual modules) is computed in ``I``. That is correct; it only defers
 less work.
 """
 
@@ -167,6 +167,52 @@ class _SplitLinear(torch.autograd.Function):
         return grad_x, None, None, None
 
 
+class _SplitConvolution(torch.autograd.Function):
+    """A convolution whose weight gradient can be put off.
+
+    Shapes: x (N, C, *), weight (O, C / groups, *), bias (O,), result (N, O, *).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.how = weight, bias, how
+        ctx.uses = _count_use(weight)
+        return torch.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (grad,) = gradients
+        (x,) = ctx.saved_tensors
+        weight, bias, how, uses = ctx.weight, ctx.bias, ctx.how, ctx.uses
+
+        def gradients_of(wanted: list[bool]) -> list[Tensor | None]:
+            sizes = None if bias is None else bias.shape
+            found: list[Tensor | None]
+            found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *how, wanted)
+            return found
+
+        later = _put_off(weight, bias)
+        if later is None:
+            wanted = [ctx.needs_input_grad[0], gradient_is_wanted(ctx, 1), gradient_is_wanted(ctx, 2)]
+            return (*gradients_of(wanted), None)
+
+        wanted = [False, gradient_is_wanted(ctx, 1), gradient_is_wanted(ctx, 2)]
+
+        def work() -> None:
+            with torch.no_grad():
+                found = gradients_of(wanted) if any(wanted) else [None] * 3
+                for parameter, gradient, wants in zip((weight, bias), found[1:], wanted[1:], strict=True):
+                    # Some kernels give both, whatever was wanted.
+                    if gradient is not None and wants:
+                        _accumulate(parameter, gradient)
+            _notify(uses, weight, bias)
+
+        later.append(work)
+        grad_x = gradients_of([True, False, False])[0] if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None
+
+
 def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     if parameter.grad is None or parameter.grad.dtype is not left.dtype:
         _accumulate(parameter, left @ right)
@@ -212,9 +258,13 @@ def _is_plain(parameter: Any) -> bool:
 class _SplitForward:
     """Replaces the forward of one module."""
 
-    def __init__(self, module: nn.Module, *, transposed: bool):
+    def __init__(
+        self, module: nn.Module, function: type[torch.autograd.Function], how: Any, dim: int | None = None
+    ):
         self._module = module
-        self._transposed = transposed
+        self._function: Any = function
+        self._how = how
+        self._dim = dim
 
     def __call__(self, x: Tensor) -> Tensor:
         # Code between units may call a module that is inside one: that is an operation like others.
@@ -222,7 +272,8 @@ class _SplitForward:
         if torch.compiler.is_dynamo_compiling() or not _PutOff.allowed or active_handler() is not None:
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
         weight, bias = self._module.weight, self._module.bias
-        casts = _autocast_dtype(x) is not None
+        # Under autocast a linear layer casts what it takes; a convolution is left to autograd.
+        casts = _autocast_dtype(x) is not None and self._function is _SplitLinear
         fits = casts or x.dtype == weight.dtype
         plain = type(x) in _PLAIN and fits and _is_plain(weight) and _is_plain(bias)
         if (
@@ -231,26 +282,35 @@ class _SplitForward:
             or not torch.is_grad_enabled()
             or (torch.is_autocast_enabled(x.device.type) and not casts)
             or function_transforms_active()
+            or self._dim not in (None, x.dim())
         ):
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
-        function: Any = _SplitLinear
-        result: Tensor = function.apply(x, weight, bias, self._transposed)
+        result: Tensor = self._function.apply(x, weight, bias, self._how)
         return result
+
+
+_CONVOLUTIONS = {nn.Conv1d.forward: 3, nn.Conv2d.forward: 4, nn.Conv3d.forward: 5}
 
 
 def _split_forward(module: nn.Module) -> _SplitForward | None:
     """The replacement of a module's forward; None to leave it as it is."""
     forward: Any = type(module).forward
     if forward is nn.Linear.forward:
-        return _SplitForward(module, transposed=False)
+        return _SplitForward(module, _SplitLinear, False)
     if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
         # GPT-2's linear layer, with the weight stored as (in, out).
-        return _SplitForward(module, transposed=True)
+        return _SplitForward(module, _SplitLinear, True)
+    if forward in _CONVOLUTIONS:
+        conv: Any = module
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            return None
+        how = (conv.stride, conv.padding, conv.dilation, False, [0] * len(conv.stride), conv.groups)
+        return _SplitForward(module, _SplitConvolution, how, _CONVOLUTIONS[forward])
     return None
 
 
 def split_modules(module: nn.Module) -> list[nn.Module]:
-    """Makes every linear module inside able to put its weight gradient off; returns them."""
+    """Makes every linear module and convolution inside able to put its weight gradient off; returns them."""
     done = []
     for sub in module.modules():
         # A weight that is computed on access (parametrizations) must be asked for once a forward.

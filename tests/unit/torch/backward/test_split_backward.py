@@ -20,9 +20,15 @@ from shardwright.torch.interception.step_code import ReadingStep
 SPLIT = {
     "linear": (nn.Linear(6, 5), (3, 6)),
     "linear without bias": (nn.Linear(6, 5, bias=False), (2, 3, 6)),
+    "one dimension": (nn.Conv1d(4, 6, 3, padding=1), (2, 4, 9)),
+    "two dimensions": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0)), (2, 4, 9, 8)),
+    "groups without bias": (nn.Conv2d(4, 8, 3, groups=2, dilation=2, bias=False), (2, 4, 9, 9)),
+    "three dimensions": (nn.Conv3d(2, 3, 2), (2, 2, 4, 5, 6)),
 }
 WHOLE = {
-    "convolution": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0)), (2, 4, 9, 8)),
+    "padding by name": (nn.Conv2d(4, 6, 3, padding="same"), (2, 4, 8, 8)),
+    "reflected edges": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (2, 4, 8, 8)),
+    "no batch dimension": (nn.Conv2d(4, 6, 3), (4, 8, 8)),
     "transposed": (nn.ConvTranspose2d(4, 6, 3), (2, 4, 8, 8)),
 }
 
@@ -133,11 +139,25 @@ def test_frozen_parts_get_no_gradient(name):
 
 
 def test_a_module_is_given_back_as_it_was():
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.ReLU())
+    module = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1), nn.ReLU())
     split = split_modules(module)
     assert len(split) == 2
     unsplit(split)
     assert not any("forward" in sub.__dict__ for sub in module.modules())
+
+
+@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
+def test_a_gradient_lies_in_memory_as_its_weight_does(of_weight, of_input):
+    module = nn.Conv2d(4, 6, 3).to(memory_format=of_weight)
+    split_modules(module)
+    x = torch.randn(2, 4, 9, 8).to(memory_format=of_input)
+    loss = module(x).square().sum()
+    with put_off_weights([loss.grad_fn]) as put_off:
+        loss.backward()
+    for work in put_off:
+        work()
+    assert module.weight.grad.stride() == module.weight.stride()
 
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
