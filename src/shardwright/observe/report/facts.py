@@ -23,7 +23,7 @@ from shardwright.mesh import Mesh
 from shardwright.observe.goodput import Spent
 from shardwright.observe.metrics import read_json_lines, read_last
 from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, StepMetrics, simulated_spans
-from shardwright.observe.report.parts import Compared
+from shardwright.observe.report.parts import Beside, Compared
 from shardwright.observe.report.verdict import typical_step_s
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record
@@ -148,8 +148,8 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow(Beside):
     """The peak of one pipeline rank, in bytes; None where it is not known.
 
     Attributes:
@@ -157,14 +157,6 @@ class MemoryRow:
     """
 
     rank: int
-    predicted: float | None
-    measured: float | None
-
-    @property
-    def difference(self) -> float | None:
-        if self.predicted is None or self.measured is None:
-            return None
-        return self.measured - self.predicted
 
 
 def memory_rows(
@@ -180,7 +172,7 @@ def memory_rows(
     if not measured:
         return ()
     return tuple(
-        MemoryRow(rank, _at_ends(stack[rank]) if stack else None, measured.get(rank))
+        MemoryRow(rank=rank, predicted=_at_ends(stack[rank]) if stack else None, measured=measured.get(rank))
         for rank in range(num_ranks)
     )
 

@@ -14,7 +14,7 @@ finer parts (bubble, messages, sums over replicas) is listed below the part that
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, scaled, simulated_spans
 from shardwright.plan import Plan
@@ -22,29 +22,29 @@ from shardwright.planner.replay import Replay
 from shardwright.planner.waterfall import Part, Waterfall
 
 
-class Beside(Protocol):
-    """Anything with a predicted and a measured value."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A figure as predicted and as measured; None where it is not known."""
+
+    predicted: float | None
+    measured: float | None
 
     @property
-    def predicted(self) -> float | None: ...
-
-    @property
-    def measured(self) -> float | None: ...
+    def difference(self) -> float | None:
+        if self.predicted is None or self.measured is None:
+            return None
+        return self.measured - self.predicted
 
 
 def worst_of(rows: Iterable[Beside], *, least: float = 0.0) -> int | None:
     """The number of the row that is furthest above its prediction; None where none is above it.
 
-    >>> worst_of([Compared("a (s)", 1.0, 1.5), Compared("b (s)", 3.0, 3.6), Compared("c (s)", None, 9.0)])
+    >>> worst_of(Beside(predicted=a, measured=b) for a, b in ((1.0, 1.5), (3.0, 3.6), (None, 9.0)))
     1
     """
-    above = {
-        number: row.measured - row.predicted
-        for number, row in enumerate(rows)
-        if row.predicted is not None and row.measured is not None
-    }
-    worst = max(above, key=lambda number: above[number], default=None)
-    return worst if worst is not None and above[worst] > least else None
+    above = [(row.difference, -number) for number, row in enumerate(rows) if row.difference is not None]
+    most, number = max(above, default=(0.0, 0))
+    return -number if most > least else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ _BELONGS: dict[str, MeasuredPartKind] = {
 """Finer parts of a prediction that lie in one part alone; others are spread over several."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPart:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart(Beside):
     """One part of a step, in seconds; None where it is not known.
 
     Attributes:
@@ -118,19 +118,11 @@ class StepPart:
     """
 
     kind: MeasuredPartKind
-    predicted: float | None
-    measured: float | None
     finer: tuple[Part, ...] = ()
 
     @property
     def meaning(self) -> str:
         return _MEANINGS[self.kind]
-
-    @property
-    def difference(self) -> float | None:
-        if self.predicted is None or self.measured is None:
-            return None
-        return self.measured - self.predicted
 
 
 def predicted_factor(replay: Replay) -> float:
@@ -163,7 +155,7 @@ def step_parts(
         own = tuple(part for part in finer if _BELONGS.get(part.name) == kind and part.name != kind)
         predicted_s = None if predicted is None else predicted.get(kind)
         measured_s = None if measured is None else measured.get(kind)
-        found.append(StepPart(kind, predicted_s, measured_s, own))
+        found.append(StepPart(kind=kind, predicted=predicted_s, measured=measured_s, finer=own))
     return tuple(found)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from shardwright.observe.report.data import ReportData
-from shardwright.observe.report.parts import Compared, StepPart, worst_of
+from shardwright.observe.report.parts import Beside, StepPart, worst_of
 from shardwright.observe.report.timeline_chart import PART_COLORS, Figure, escape
 from shardwright.plan import Plan, StagePlan
 from shardwright.quantities import format_bytes, format_seconds
@@ -148,7 +148,7 @@ def stage_table(data: ReportData) -> str:
     for number, cost in enumerate(plan.prediction.stages[:_MOST_STAGES]):
         forward_s, backward_s = measured.get(number, (None, None))
         together = None if forward_s is None or backward_s is None else forward_s + backward_s
-        sums.append(Compared("work (s)", cost.forward_s + cost.backward_s, together))
+        sums.append(Beside(predicted=cost.forward_s + cost.backward_s, measured=together))
         rows.append(
             [
                 f"{number}, rank {plan.stages[number].rank}",
