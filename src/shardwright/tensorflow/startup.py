@@ -289,6 +289,7 @@ def refuse_what_is_missing(run: KerasRun) -> None:
         "offload_activations": run.config.offload_activations is True,
         "sharded_data_parallel_degree": run.mesh.shard > 1,
         "a number as shard_optimizer_state": not isinstance(run.config.shard_optimizer_state, bool),
+        "compile": run.config.compile == "on",
         "bf16": run.config.bf16,
         "fp16": run.config.fp16,
         "optimizer_state": run.config.optimizer_state != "as_is",

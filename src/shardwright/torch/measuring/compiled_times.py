@@ -22,7 +22,7 @@ from shardwright.torch.measuring.measure import on_copies
 from shardwright.torch.tracing.trace_data import Trace
 
 _WORTH = 0.95
-"""Compiled units must take less than this share of the time: compiling them takes a while, too."""
+"""Of the time: what units must take less than to be run otherwise; compiling them takes a while, too."""
 
 
 class CompiledTimes(NamedTuple):
@@ -64,10 +64,11 @@ def faster_of_both(
     Args:
         profiles: of the units as the script has them.
         budget_s: seconds for timing them; the compiler takes more.
-        previous: the plan of the last run like this, which stays in force.
+        previous: the plan of the last run like this: what it has written stays so, and what it has compiled
+            as long as that is not clearly slower.
     """
     if any(map(is_compiled, model.modules())):
-        return CompiledTimes(profiles, compiled=True)
+        return CompiledTimes(profiles, compiled=True, why="Units are compiled, as asked for.")
     if not _times_both(context) or (previous is not None and not previous.compiled):
         return CompiledTimes(profiles, compiled=False)
     found = profiles_of(
@@ -83,7 +84,7 @@ def faster_of_both(
     m = next(iter(traces))
     written_s, compiled_s = (_seconds(traces[m], profile) for profile in (profiles[m], both[m]))
     told = f"{format_seconds(compiled_s)} a microbatch compiled and {format_seconds(written_s)} as written"
-    if previous is not None or compiled_s < _WORTH * written_s:
+    if compiled_s < _WORTH * written_s or (previous is not None and _WORTH * compiled_s <= written_s):
         return CompiledTimes(both, compiled=True, why=f"Units are compiled: they take {told}.")
     return CompiledTimes(profiles, compiled=False, why=f"Units run as written: they take {told}.")
 
