@@ -10,8 +10,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Final, Literal, Self
@@ -194,6 +195,55 @@ class NewFile:
         """Does nothing: the system already has what was written."""
 
 
+class FilesTogether:
+    """New files of what is in memory, each of which reaches the disk while others are hashed and written.
+
+    ::
+
+        caller     write a │ hash a │ write b │ hash b │ join
+        threads             fsync a ░░░░░░░░░  fsync b ░░
+    """
+
+    def __init__(self, before: Callable[[str, Path], None]):
+        self._before = before
+        self._files = ExitStack()
+        self._threads: list[threading.Thread] = []
+        self._problems: list[OSError] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._files.close()
+        if self._problems and kind is None:
+            raise self._problems[0]
+
+    def write(self, path: Path, content: Sequence[bytes | memoryview]) -> FileEntry:
+        self._before("create", path)
+        file = self._files.enter_context(path.open("xb", buffering=0))
+        views = [memoryview(part).cast("B") for part in content]
+        for view in views:
+            for start in range(0, len(view), _CHUNK):
+                self._before("write", path)
+                _write_all(file, view[start : start + _CHUNK])
+        self._before("fsync", path)
+        thread = threading.Thread(target=self._sync, args=(file.fileno(),), name="shardwright-fsync")
+        thread.start()
+        self._threads.append(thread)
+        digest = sha256()
+        for view in views:
+            digest.update(view)
+        return FileEntry(size=sum(map(len, views)), sha256=digest.hexdigest())
+
+    def _sync(self, descriptor: int) -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            self._problems.append(error)
+
+
 class Disk:
     """Writes files and folders so that they outlive a loss of power."""
 
@@ -215,16 +265,20 @@ class Disk:
         for made in reversed(missing):
             self.sync_folder(made.parent)
 
-    def write(self, path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
-        """Writes a new file; its content has reached the disk when this returns."""
+    def together(self) -> FilesTogether:
+        """Writes several new files, which have all reached the disk at its end."""
+        return FilesTogether(self._before)
+
+    def write(self, path: Path, content: Iterable[bytes | memoryview], *, lasts: bool = True) -> FileEntry:
+        """Writes a new file; its content has reached the disk when this returns, where it lasts."""
 
         def save(file: "NewFile") -> None:
             for part in content:
                 file.write(part)
 
-        return self.write_with(path, save)
+        return self.write_with(path, save, lasts=lasts)
 
-    def write_with(self, path: Path, save: "Callable[[NewFile], object]") -> FileEntry:
+    def write_with(self, path: Path, save: "Callable[[NewFile], object]", *, lasts: bool = True) -> FileEntry:
         """Writes a new file by a function that writes to a file; as `write` otherwise."""
         self._before("create", path)
         with path.open("xb", buffering=0) as file:
@@ -235,8 +289,9 @@ class Disk:
                 if made.problem is not None:  # what torch.save makes of it does not say that the disk is full
                     raise made.problem from None
                 raise
-            self._before("fsync", path)
-            os.fsync(file.fileno())
+            if lasts:
+                self._before("fsync", path)
+                os.fsync(file.fileno())
         return FileEntry(size=made.size, sha256=made.sha256)
 
     def replace(self, path: Path, content: bytes) -> None:

@@ -4,7 +4,7 @@
 
     begin      mkdir step-00000120.tmp-1f3a      a crash leaves this: invisible, collected later
     (ranks write their files, each with fsync)
-    commit     write manifest.json, fsync
+    commit     write manifest.json and the other texts, fsync
                rename to step-00000120           from here on it is there
     collect    rename old ones to step-00000100.tmp-2e4b, then remove them
 
@@ -20,6 +20,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from shardwright.checkpoint.disk import MANIFEST, Disk, FileEntry, Manifest
 from shardwright.checkpoint.safe_files import read_regular, reading
@@ -115,10 +116,19 @@ class CheckpointFolder:
         return self.root / f"{commit.name}.tmp-{secrets.token_hex(4)}"
 
     def commit(
-        self, draft: Path, *, step: int, files: Mapping[str, FileEntry], not_finite: Sequence[str] = ()
+        self,
+        draft: Path,
+        *,
+        step: int,
+        files: Mapping[str, FileEntry],
+        texts: Mapping[str, bytes] = MappingProxyType({}),
+        not_finite: Sequence[str] = (),
     ) -> Commit:
-        manifest = Manifest(step=step, files=dict(files), not_finite=tuple(not_finite) or None)
-        self._disk.write(draft / MANIFEST, [manifest.sealed().to_bytes()])
+        """Makes a draft the newest checkpoint, with the files that are there and those of these texts."""
+        with self._disk.together() as made:
+            written = {name: made.write(draft / name, [text]) for name, text in texts.items()}
+            manifest = Manifest(step=step, files={**files, **written}, not_finite=tuple(not_finite) or None)
+            made.write(draft / MANIFEST, [manifest.sealed().to_bytes()])
         self._disk.sync_folder(draft)
         name = draft.name.partition(".tmp-")[0]
         self._disk.rename(draft, self.root / name)

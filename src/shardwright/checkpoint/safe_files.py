@@ -88,17 +88,13 @@ def parse(content: bytes, *, name: str) -> Any:
 
 def _refuse_deep(document: Any, name: str) -> None:
     """Goes through it level by level: whoever uses it may recurse, and here nothing does."""
-    level = [document]
+    level = [document] if type(document) in (dict, list) else []
     for _ in range(_DEEPEST + 1):
-        inside = [each.values() if isinstance(each, dict) else each for each in level if _contains(each)]
-        if not inside:
+        if not level:
             return
-        level = [each for values in inside for each in values]
+        inside = (each.values() if type(each) is dict else each for each in level)
+        level = [each for values in inside for each in values if type(each) is dict or type(each) is list]
     raise _too_deep(name)
-
-
-def _contains(found: Any) -> bool:
-    return isinstance(found, dict | list)
 
 
 def _too_deep(name: str) -> CorruptCheckpointError:

@@ -45,12 +45,14 @@ def add_tensors(
         stored[key] = part.stored
         piece = Piece(file=name, key=key, offset=part.box.offset, shape=part.box.shape)
         entries[part.name] = TensorEntry(dtype=part.stored.dtype, shape=part.whole, pieces=(*pieces, piece))
+    content = list(file_content(stored))
     same = None if earlier is None else earlier.manifest.files.get(name)
-    if earlier is not None and same is not None and has_content(earlier.path / name, file_content(stored)):
+    if earlier is not None and same is not None and has_content(earlier.path / name, content):
         with suppress(OSError):  # no links on this file system
             disk.link(earlier.path / name, folder / name)
             return same, entries
-    return disk.write(folder / name, file_content(stored)), entries
+    with disk.together() as files:
+        return files.write(folder / name, content), entries
 
 
 LARGEST_TEXT = 2**30

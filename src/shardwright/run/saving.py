@@ -39,7 +39,7 @@ Document = Mapping[str, Any]
 """What a rank saves beside its parts of tensors, as JSON."""
 
 _BEAT_S = 1.0
-_LOOK_S = 0.02
+_LOOK_S = 0.002
 _LATEST_PAUSE_S = 0.25
 _AT_EXIT_S = 10.0  # when the script has ended
 
@@ -226,7 +226,7 @@ class SaveUnderWay:
     def _report(self, own: _Said) -> None:
         """Says what this rank has written: in a file, as a store takes no large values."""
         content = own.model_dump_json().encode()
-        written = self._disk.write(self._draft.path / _report_of(self._rank), [content])
+        written = self._disk.write(self._draft.path / _report_of(self._rank), [content], lasts=False)
         self._tell({"sha256": written.sha256})
 
     def _beat(self) -> None:
@@ -303,20 +303,20 @@ class SaveUnderWay:
     # ---- on the first rank ----
 
     def _commit(self, ranks: Mapping[int, _Said]) -> None:
-        draft, disk = self._draft, self._disk
+        draft = self._draft
         files = {name: entry for said in ranks.values() for name, entry in said.files.items()}
         self._refuse_folders_apart(files)
         index = TensorIndex.joined(said.tensors for said in ranks.values())
         others = self._others_of([ranks[rank].document for rank in sorted(ranks)])
-        for name, text in {INDEX: index.to_bytes(), **others}.items():
+        texts = {INDEX: index.to_bytes(), **others}
+        for name, text in texts.items():
             if len(text) > LARGEST_TEXT:
                 raise CheckpointError(
                     f"{name} has {len(text)} bytes, and at most {LARGEST_TEXT} could be read again. Keep "
                     "large states in tensors."
                 )
-            files[name] = disk.write(draft.path / name, [text])
         bad = dict.fromkeys(name for rank in sorted(ranks) for name in ranks[rank].not_finite)
-        self._folder.commit(draft.path, step=draft.step, files=files, not_finite=tuple(bad))
+        self._folder.commit(draft.path, step=draft.step, files=files, texts=texts, not_finite=tuple(bad))
         if draft.keep is not None:
             try:
                 self._folder.collect(keep=draft.keep)

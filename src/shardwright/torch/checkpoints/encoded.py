@@ -28,6 +28,7 @@ from shardwright.torch.step_end.training_alike import note_loader
 from shardwright.torch.tensor_parallel.divide import all_elements
 
 _DEEPEST = 48
+_SIMPLE = frozenset({str, bool, int, float, type(None)})
 
 
 def encode(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -36,7 +37,7 @@ def encode(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Any:
 
 def decode(document: Any, *, name: str, tensor: Callable[[str], Tensor]) -> Any:
     if isinstance(document, list):
-        return [decode(item, name=f"{name}[{i}]", tensor=tensor) for i, item in enumerate(document)]
+        return _decoded_items(document, name, tensor)
     if not isinstance(document, Mapping):
         return document
     if len(document) == 1:
@@ -44,6 +45,13 @@ def decode(document: Any, *, name: str, tensor: Callable[[str], Tensor]) -> Any:
         if kind.startswith("$"):
             return _special(kind, content, name, tensor)
     return {key: decode(item, name=f"{name}.{key}", tensor=tensor) for key, item in document.items()}
+
+
+def _decoded_items(found: list[Any], name: str, tensor: Callable[[str], Tensor]) -> list[Any]:
+    return [
+        item if type(item) in _SIMPLE else decode(item, name=f"{name}[{i}]", tensor=tensor)
+        for i, item in enumerate(found)
+    ]
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, Tensor], around: frozenset[int]) -> Any:
@@ -128,7 +136,7 @@ def _special(kind: str, content: Any, name: str, tensor: Callable[[str], Tensor]
     def items(found: Any) -> list[Any]:
         if not isinstance(found, list):
             raise ValueError
-        return [decode(item, name=f"{name}[{i}]", tensor=tensor) for i, item in enumerate(found)]
+        return _decoded_items(found, name, tensor)
 
     try:
         if kind in _MADE_OF_ITEMS:

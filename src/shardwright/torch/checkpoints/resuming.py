@@ -45,6 +45,8 @@ declare(Commit)
 
 log = logging.getLogger(__name__)
 
+_UPDATES = "shard_optimizer_state"  # whose groups the run has made already
+
 
 def open_verified(
     context: ScriptRun, folder: CheckpointFolder, name: str | None, *, allow_older: bool
@@ -215,6 +217,8 @@ class Resumed:
             else:
                 each.load_state_dict(self._state_of(name))
         self._restore_generators()
+        if not self.waits:
+            self._saved.forget_files()
 
     def _load_when_settled(self, *, model_too: bool) -> None:
         if model_too:
@@ -228,8 +232,9 @@ class Resumed:
                 others={name: self._decoded(value, name) for name, value in others.items()},
                 prefix=optimizer_prefix(number),
             )
+        if self.waits:
+            self._saved.forget_files()
         self.waits = False
-        self._saved.forget_files()
 
     def _places_of_groups(self, saved: OptimizerDocument, optimizer: DistributedOptimizer) -> list[int]:
         """Matches groups with saved ones, by the parameters in them."""
@@ -302,6 +307,7 @@ class Resumed:
         except PlanError as error:
             raise CorruptCheckpointError(str(error)) from error
         same = plan.mesh == MeshPlan.of(context.mesh)
+        same &= plan.pins.get(_UPDATES, False) == context.config.shard_optimizer_state
         overruled = list(overruled_settings(plan, context.config)) if same else []
         if not same or overruled or not self._has_types():
             log.info("the plan of the checkpoint is not followed: %s", overruled or "other ranks or types")
