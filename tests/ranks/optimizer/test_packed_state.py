@@ -275,6 +275,46 @@ def test_on_cpus_the_hosts_memory_is_no_other(caplog: pytest.LogCaptureFixture) 
         sw.shutdown()
 
 
+def asked_in_hooks() -> list[tuple[list[list[str]], list[float]]]:
+    """Keys of the state of the first parameter, before and after each update; and without hooks."""
+    found = []
+    for hooked in (True, False):
+        sw.init({**QUIET, "optimizer_state": "8bit", "microbatches": 1})
+        torch.manual_seed(0)
+        model = sw.DistributedModel(Net().double())
+        updates = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+        seen: list[Any] = []
+
+        def look(_: Any, *__: Any, of: Any = updates, seen: list[Any] = seen) -> None:
+            state = of.state_dict()
+            seen.append(sorted(state["state"].get(0, ())))
+
+        if hooked:
+            updates.optimizer.register_step_pre_hook(look)
+            updates.optimizer.register_step_post_hook(look)
+
+        @sw.step
+        def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+            loss = loss_of(model, x, y)
+            model.backward(loss)
+            return loss
+
+        losses = []
+        for x, y in batches(2):
+            updates.zero_grad()
+            losses.append(train(model, x, y).reduce_mean().item())
+            updates.step()
+        found.append((seen, losses))
+        sw.shutdown()
+    return found
+
+
+def test_a_hook_of_a_step_sees_the_state_of_parameters() -> None:
+    (((seen, losses), (_, expected)),) = run_ranks(asked_in_hooks, 1)
+    assert seen == [[], *[["exp_avg", "exp_avg_sq", "step"]] * 3]
+    assert losses == expected
+
+
 def test_a_moment_is_not_changed_in_place() -> None:
     """What scripts read of it is what it stands for; a change would be lost."""
     import shardwright.torch.optimizer.packed_tensor as packed

@@ -50,6 +50,10 @@ class Packing:
         self._kind = kind
         self._seed = seed or 0
         _refuse_others(optimizer, kind)
+        self._in_pieces: _Groups | None = None
+        # A hook of a step may ask for the state: that of parameters, and not of pieces.
+        optimizer.register_state_dict_pre_hook(self._show_parameters)
+        optimizer.register_state_dict_post_hook(self._show_pieces)
 
     @classmethod
     def of(cls, optimizer: Optimizer, config: Config) -> "Packing | None":
@@ -66,6 +70,17 @@ class Packing:
             yield
         finally:
             optimizer.param_groups = groups
+
+    def _show_parameters(self, optimizer: Optimizer) -> None:
+        groups: Any = optimizer.param_groups
+        if isinstance(groups, _Groups):
+            self._in_pieces = groups
+            optimizer.param_groups = [groups[number] for number in range(len(groups))]
+
+    def _show_pieces(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
+        if self._in_pieces is not None:
+            optimizer.param_groups = self._in_pieces  # type: ignore[assignment]
+            self._in_pieces = None
 
     def pack(self, parameters: Iterable[nn.Parameter]) -> None:
         """Packs moments that were loaded."""
