@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -196,6 +196,7 @@ class SingleEngine:
         watch = WatchedEvaluation() if is_new and not trains else None
         looks = is_first and trains and function not in self._data_looked_at
         watched = WatchedData(part.num_samples or 1) if looks else None
+        looking = watch or watched
         loop.weights.data = None if watched is None else watched.data
         if lasting is not None:
             offload = self._offloading.stage(0, index, lambda: lasting)
@@ -219,9 +220,7 @@ class SingleEngine:
         try:
             with (
                 range_named(f"microbatch {index}"),
-                model_calls_marked(self._model.get_module()) if watch or watched else nullcontext(),
-                nothing_compiled() if watch or watched else nullcontext(),
-                watch or watched or nullcontext(),
+                nullcontext() if looking is None else self._looking(looking),
             ):
                 result = function(*args, **kwargs)
         except BaseException:
@@ -237,6 +236,12 @@ class SingleEngine:
             shadows = Shadows(lambda item: item) if watch is None else watch.shadows
             self._evaluated[function] = shadows.forms(result, samples=part.num_samples or 1)
         loop.microbatch_done(result, handler, begun_s=begun_s)
+
+    @contextmanager
+    def _looking(self, watch: WatchedEvaluation | WatchedData) -> Iterator[None]:
+        """Surrounds a microbatch that is looked at: compiled code would hide what it does."""
+        with model_calls_marked(self._model.get_module()), nothing_compiled(), watch:
+            yield
 
     def _of_batch(self, function: Callable[..., Any]) -> tuple[frozenset[int], dict[int, str]]:
         """See `forms_of_batch`."""
