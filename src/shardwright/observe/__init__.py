@@ -14,7 +14,7 @@ from shardwright.observe.metrics import JsonLines, Metric, MetricsLog, StepRecor
 from shardwright.observe.observer import Observer
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.summary import RunSummary, format_summary, summarize
-from shardwright.observe.timeline import MeasuredEvent, Row, bubble, chrome_trace, idle_share, measured_events
+from shardwright.observe.timeline import MeasuredEvent, Row, chrome_trace, idle_share, measured_events
 
 __all__ = [
     "Console",
@@ -29,7 +29,6 @@ __all__ = [
     "RunFolder",
     "RunSummary",
     "StepRecord",
-    "bubble",
     "chrome_trace",
     "format_summary",
     "idle_share",

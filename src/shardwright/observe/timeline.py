@@ -52,10 +52,6 @@ class MeasuredEvent(NamedTuple):
         """
         return min(self.end_s, self.start_s + max(0.0, self.waited_s))
 
-    @property
-    def busy_s(self) -> float:
-        return self.end_s - self.work_start_s
-
 
 def measured_events(
     rows: Sequence[Row], *, step_starts: Sequence[float], memory: Sequence[Sequence[int]] | None = None
@@ -71,26 +67,10 @@ def measured_events(
     ]
 
 
-def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int) -> float:
+def idle_share(busy_s: Sequence[float], *, step_s: float) -> float:
     """The idle share of the ranks' time, 0 to 1: ``1 - sum(busy) / (ranks * step)``.
 
     Waiting is idle: a rank that holds an action up because its input is on the way does nothing.
-
-    >>> from shardwright.schedule import Kind
-    >>> forward = Action(Kind.FORWARD, 0, 0)
-    >>> bubble([MeasuredEvent(0, forward, 0, 4), MeasuredEvent(1, forward, 0, 4, 2)], num_ranks=2)
-    0.25
-    """
-    first = min((event.work_start_s for event in events), default=0.0)
-    step_s = max((event.end_s for event in events), default=0.0) - first
-    busy_s = [0.0] * num_ranks
-    for event in events:
-        busy_s[event.rank] += event.busy_s
-    return idle_share(busy_s, step_s=step_s)
-
-
-def idle_share(busy_s: Sequence[float], *, step_s: float) -> float:
-    """The same from sums, for ranks that exchange only how long they were busy.
 
     >>> idle_share([1.0, 2.0], step_s=2.0)
     0.25

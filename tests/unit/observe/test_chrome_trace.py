@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from observe.plans import measured_as, simulation
 from shardwright.cluster import Link
 from shardwright.errors import UsageError
-from shardwright.observe import MeasuredEvent, RunFolder, bubble, chrome_trace
+from shardwright.observe import MeasuredEvent, RunFolder, chrome_trace, idle_share
 from shardwright.observe.recorded_steps import (
     ChosenSteps,
     RankMemoryAfter,
@@ -135,7 +135,9 @@ def test_measured_as_predicted_gives_the_predicted_bubble(
     ranks = place_stages(kind, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
     simulated = simulation(kind, ranks, num_microbatches)
     measured = measured_as(simulated, start_s=start_s)
-    assert bubble(measured, num_ranks=num_ranks) == pytest.approx(simulated.bubble, abs=1e-6)
+    busy_s = [sum(e.end_s - e.work_start_s for e in measured if e.rank == rank) for rank in range(num_ranks)]
+    step_s = max(e.end_s for e in measured) - min(e.work_start_s for e in measured)
+    assert idle_share(busy_s, step_s=step_s) == pytest.approx(simulated.bubble, abs=1e-6)
 
 
 def recorded(step: int, *, start_s: float = 0.0, waited_s: float = 0.0) -> RecordedStep:
