@@ -88,7 +88,6 @@ class RankRecord:
 
     beat: Beat
     steps: int
-    has_saved: bool
     step_s: float
     memory_bytes: int
     actions: tuple[NotedAction, ...]
@@ -160,9 +159,9 @@ def read_page(content: bytes) -> RankRecord | None:
     beat = read_beat(content)
     if beat is None:
         return None
-    steps, has_saved, step_s, memory_bytes = _PROGRESS.unpack_from(content, _PROGRESS_AT)
+    steps, _, step_s, memory_bytes = _PROGRESS.unpack_from(content, _PROGRESS_AT)
     noted = sorted(_actions(content), key=lambda action: action.start_s)
-    return RankRecord(beat, steps, has_saved, step_s, memory_bytes, tuple(noted[-LAST_ACTIONS:]))
+    return RankRecord(beat, steps, step_s, memory_bytes, tuple(noted[-LAST_ACTIONS:]))
 
 
 def read_progress(content: bytes) -> tuple[int, bool]:

@@ -43,13 +43,8 @@ PlainBatchNorm: Any = _BatchNorm
 
 
 def device_constructors() -> set[Any]:
-    """The functions that PyTorch knows to make tensors."""
+    """The functions that PyTorch knows to make tensors; it makes the list with the first call."""
     return set(_device._device_constructors())
-
-
-def remember_device_constructors() -> None:
-    """Has PyTorch list the functions that make tensors while they are its own."""
-    _device._device_constructors()
 
 
 def let_ddp_take_synchronised_norms() -> None:

@@ -123,7 +123,7 @@ FACTORIES = (
 
 
 def put_factories_in_force() -> None:
-    _private.remember_device_constructors()
+    _private.device_constructors()  # before some are replaced
     _private.intercept_calls(torch.device, named)
     _private.intercept_calls(torch.Generator, _generator_on_cpu)
     for owner, names in (

@@ -79,7 +79,6 @@ class Division:
         operations: between units, by the number of their node.
         values: shares of tensors between units on the busiest rank, by their number; where they are no matter
             of `between`.
-        whole_modules: of which no rank can have a part, by name, and why.
         between: where tensors between units are; None: every rank has all of them.
         operation_s: what an operation on divided tensors takes beyond its own time.
     """
@@ -93,7 +92,6 @@ class Division:
     units: Mapping[str, DividedUnit] = field(default_factory=dict)
     operations: Mapping[int, DividedUnit] = field(default_factory=dict)
     values: Mapping[int, float] = field(default_factory=dict)
-    whole_modules: Mapping[str, str] = field(default_factory=dict)
     between: BetweenUnits | None = None
     operation_s: float = DIVIDED_OPERATION_S
 

@@ -177,17 +177,6 @@ _CODE_OF_CUSTOM_BACKWARD = tuple(
 )
 
 
-def newest_node() -> int:
-    """The sequence number of the autograd node that this thread made last."""
-    return int(torch._C._autograd._get_sequence_nr()) - 1
-
-
-def running_node() -> int | None:
-    """The sequence number of the autograd node whose backward runs; None outside of a backward."""
-    node: Any = torch._C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
-
-
 def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """`torch.autograd.backward`, but function modes stay active in Python code that the backward runs."""
     torch.autograd.Variable._execution_engine.run_backward(
