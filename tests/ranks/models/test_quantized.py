@@ -182,6 +182,44 @@ def test_what_would_cut_cast_or_train_them_is_refused(build: Any, settings: Any,
     assert re.search(remedy, first)
 
 
+def loads_of_before(settings: dict[str, Any]) -> tuple[float, float, str]:
+    """Losses of a model, and of another one that has taken its state; what plain weights are refused with."""
+    sw.init({"run_dir": "off", "microbatches": 2, "profile": "estimated", **settings})
+
+    @sw.step
+    def train(model: Any, ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        model.backward(loss)
+        return loss
+
+    torch.manual_seed(5)
+    before = in_bytes()
+    state = before.state_dict()
+    with torch.no_grad():
+        expected = loss_of(before.eval(), batch(0)).item()
+    other = in_bytes()
+    for _, layer in layers_of(other):
+        if isinstance(layer.weight, Bytes):
+            layer.weight.codes.zero_()
+    model = sw.DistributedModel(other)
+    refused = ""
+    try:
+        model.load_state_dict({name: torch.zeros(1) for name in state})
+    except UsageError as error:
+        refused = str(error)
+    model.load_state_dict(state)
+    found = train(model, batch(0)).reduce_mean().item()
+    model.load_state_dict(state)
+    sw.shutdown()
+    return found, expected, refused
+
+
+def test_a_state_from_before_the_model_was_wrapped_is_loaded() -> None:
+    for found, expected, refused in run_ranks(loads_of_before, 2, PLANS["stages"], timeout_s=120):
+        assert found == pytest.approx(expected, rel=LIMIT)
+        assert "which is quantized, and the state has it as Tensor. Load the state before" in refused
+
+
 def resumed(folder: str, settings: dict[str, Any], steps: int) -> list[float]:
     """The losses of some steps behind a checkpoint, which there may be; leaves one."""
     sw.init({"run_dir": "off", "microbatches": 2, "profile": "estimated", **settings})

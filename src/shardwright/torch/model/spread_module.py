@@ -18,7 +18,7 @@ from shardwright.torch.parameters.delayed_initialization import refuse_half_buil
 from shardwright.torch.parameters.gathering import gather_state, gathered_values, rank_that_runs
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.parameter_kinds import refuse_unsendable
-from shardwright.torch.parameters.quantized import take_apart_quantized
+from shardwright.torch.parameters.quantized import take_apart_quantized, with_parts
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, refuse_released
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
@@ -281,6 +281,7 @@ class ModelState:
 
         Before the first step of a model on the meta device, it is kept until then.
         """
+        state = with_parts(self._module, state)
         if self._replicas.sharding is not None:
             meet("model.load_state_dict()", context().mesh.group("dp_shard", context().rank))
         if self._residency is None and self._materialiser.waits and not assign:

@@ -76,7 +76,32 @@ def shapes_of_quantized(module: nn.Module) -> frozenset[tuple[int, ...]]:
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether a model keeps the parts of quantized weights."""
-    return any(isinstance(each, _PartsOfWeight) for each in module.modules())
+    return any(map(_has_parts, module.modules()))
+
+
+def with_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state in which whole quantized weights, as the model had them before it was wrapped, are parts."""
+    paths = [path for path, each in module.named_modules(remove_duplicate=False) if _has_parts(each)]
+    if not paths:
+        return state
+    found: Any = copy.copy(state)
+    for path in paths:
+        where = path.removesuffix("_parts")
+        if where not in found:
+            continue
+        weight = found.pop(where)
+        taken = None if type(weight).__name__ == "Params4bit" else _taken_apart(weight, where)
+        if taken is None:
+            raise UsageError(
+                f"the model keeps the parts of {where}, which is quantized, and the state has it as "
+                f"{type(weight).__name__}. Load the state before the model is wrapped."
+            )
+        found.update({f"{path}.{name}": part for name, part in taken[0].items()})
+    return found  # type: ignore[no-any-return]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return isinstance(module, _PartsOfWeight)
 
 
 @cache
