@@ -116,8 +116,9 @@ class Options(Columns):
     Attributes:
         sharded: what they divide; see `Sharded`.
         expert: ranks with different experts, of all replicas and those that share their sequences.
-        same_experts: 1 where shard groups are of ranks that have the same experts, as here; else they are of
-            neighbours, and divide experts by the fewer.
+        as_here: 1 where replicas share states as in this library: shard groups are of ranks with the same
+            experts, and ZeRO-1 sums whole gradients and gathers what each rank has updated. Else groups are
+            of neighbours, which divide experts by the fewer, and gradients are scattered.
         kept_layers: blocks of a pipeline rank that full recomputation leaves out.
         sequence_parallel: 1 where tensor parallel ranks divide what is between their products, too.
         flash: 1 for fused attention that keeps no scores.
@@ -135,7 +136,7 @@ class Options(Columns):
     sharded: Numbers = 0
     context: Numbers = 1.0
     expert: Numbers = 1.0
-    same_experts: Numbers = 0
+    as_here: Numbers = 0
     microbatch: Numbers = 1.0
     microbatches: Numbers = 1.0
     schedule: Numbers = int(ScheduleKind.ONE_F_ONE_B)
@@ -167,14 +168,12 @@ class Options(Columns):
     @property
     def expert_shard(self) -> Numbers:
         """Replicas that divide the states of an expert: those of a shard group that hold the same experts."""
-        return np.where(
-            np.asarray(self.same_experts) > 0, self.shard, np.maximum(1.0, self.shard / self.expert)
-        )
+        return np.where(np.asarray(self.as_here) > 0, self.shard, np.maximum(1.0, self.shard / self.expert))
 
     @property
     def shard_stride(self) -> Numbers:
         """Ranks from one of a shard group to the next."""
-        apart = np.asarray(self.same_experts) > 0
+        apart = np.asarray(self.as_here) > 0
         return np.where(apart, self.replica_stride * self.expert_samples, self.inner_stride)
 
     @property

@@ -220,12 +220,29 @@ def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reac
 
 
 def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
-    """Seconds of the optimizer, for the parameters of a pipeline rank."""
+    """Seconds of the optimizer, for the parameters of a pipeline rank, with what ZeRO-1 gathers here."""
     shard = np.where(options.sharded >= Sharded.OPTIMIZER, options.shard, 1.0)
     own = parameters / shard
     on_host = options.offload == Offload.OPTIMIZER
     rate = np.where(on_host, np.maximum(rates.host_Bps, 1.0), rates.memory_Bps * reached.update)
-    return own * np.where(np.asarray(options.width) > 2, UPDATE_BYTES_32, UPDATE_BYTES) / rate
+    stride = options.shard_stride
+    gathered = ring_seconds(
+        rates,
+        options.width * parameters,
+        ranks=options.shard,
+        stride=stride,
+        rate=ring_rate(
+            rates,
+            reached,
+            ranks=options.shard,
+            stride=stride,
+            link_share=reached.gather_link,
+            network_share=reached.gather_network,
+        ),
+    )
+    gathers = np.logical_and(options.sharded == Sharded.OPTIMIZER, np.asarray(options.as_here) > 0)
+    moved = own * np.where(np.asarray(options.width) > 2, UPDATE_BYTES_32, UPDATE_BYTES)
+    return moved / rate + np.where(gathers, gathered, 0.0)
 
 
 def _offload_seconds(

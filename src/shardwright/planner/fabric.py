@@ -277,6 +277,18 @@ class Fabric:
             for ranks, size in groups.items()
         )
 
+    def update_gather_seconds(self, layout: Layout) -> float:
+        """Seconds in which ranks that share updates gather what each has updated, once a step."""
+        updates = max((use.updates for use in layout.chain.parameters), default=1)
+        if updates == 1:
+            return 0.0
+        sizes = [apart + shared / self.mesh.shard for apart, shared in layout.trained_bytes()]
+        groups = [
+            self.mesh.group("dp_replicate", self.mesh.rank_of(pp=rank))[:updates]
+            for rank in range(len(sizes))
+        ]
+        return max(map(self._replicas_seconds, sizes, groups)) / 2
+
     def replica_seconds(self, layout: Layout, *, splits: bool = False) -> "ReplicaSeconds":
         """Seconds of summing the gradients over the replicas, once a step, on the rank that waits longest."""
         if self.mesh.data == 1:

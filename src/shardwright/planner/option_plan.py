@@ -55,11 +55,12 @@ def predict(option: Option) -> Prediction:
 
 
 def _update_seconds(option: Option) -> float:
-    """Seconds of the update on the rank that updates most."""
+    """Seconds of the update on the rank that updates most, and of what ranks that share it gather."""
     device = option.workload.fabric.cluster.device
     rate = device.update_Bps or device.memory_Bps / _MOVED_BY_ADAM
     layout = option.layout
-    return max(
+    gather_s = option.workload.fabric.update_gather_seconds(layout)
+    return gather_s + max(
         state.optimized / rate + device.update_s * number
         for state, number in zip(layout.state_bytes(), layout.num_trained(), strict=True)
     )

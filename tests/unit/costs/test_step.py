@@ -175,3 +175,11 @@ def test_every_rank_keeps_what_its_schedule_keeps(kind, name, virtual, pipeline,
         assert ours == [2.0, 2.0]  # one rank needs less: the start of so short a schedule is unlike the rest
     else:
         assert ours == kept
+
+
+def test_zero_1_gathers_what_each_rank_has_updated():
+    shape, options = Shape.of(find_architecture("gpt2-1.5b")), Options(data=8.0, shard=8.0, sharded=1)
+    there, here = (step_seconds(shape, replace(options, as_here=each), A100, REACHED) for each in (0, 1))
+    sums = step_seconds(shape, replace(options, sharded=0, shard=1.0), A100, REACHED)
+    assert there.update < here.update < there.update + sums.all_reduce + sums.compute
+    assert (there.all_reduce, there.gather) == (here.all_reduce, here.gather)

@@ -79,6 +79,17 @@ def test_the_shards_of_a_host_share_its_link_to_others() -> None:
 BLOCKS = 10
 
 
+def test_ranks_that_share_updates_gather_them() -> None:
+    cluster = machines(ranks_per_node=4, intra=(0, 100))
+    for updates, of_all in ((1, 0.0), (2, 1 / 2), (4, 3 / 4)):
+        mesh = Mesh.of(world_size=4, pipeline=1, data=4)
+        chain = Sharing(updates=updates).applied(build_chain(chain_graph(2), profile_of()))
+        whole = Layout(chain=chain, cuts=(0, 4), ranks=(0,), recompute=chain.column("forward_s") < 0)
+        [(apart, shared)] = whole.trained_bytes()
+        expected_s = of_all * (apart + shared) / 100
+        assert Fabric(cluster, mesh).update_gather_seconds(whole) == pytest.approx(expected_s)
+
+
 def plan(slowness, *, ranks=2, replicas=1, per_node=1, **config):
     count = 4
     candidate = (

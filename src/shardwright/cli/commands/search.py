@@ -18,7 +18,7 @@ from shardwright.cli.asking.model import (
     model_of,
     write_plan,
 )
-from shardwright.errors import PlanError, UsageError
+from shardwright.errors import UsageError
 from shardwright.quantities import format_bytes, format_parameters, format_seconds
 from shardwright.text import align
 
@@ -170,13 +170,16 @@ def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: An
         check_output(output)
     answer, ideal = _answers(task, objective)
     plan = None
-    if sample is not None and (output is not None or _is_of_a_run(task)):
+    if sample is not None and (output is not None or (objective == "speed" and _is_of_a_run(task))):
         try:
-            answer, plan = _planned(answer, sample)
-        except PlanError as error:
+            if objective == "speed":
+                answer, plan = _planned(answer, sample)
+            else:
+                _, plan = _planned(replace(answer, alternatives=()), sample)
+        except Exception as error:  # the ways stand without a plan, whatever the model does in a trace
             if output is not None:
                 raise
-            say(f"no plan can be made of these ways: {error}")
+            say(f"no plan can be made of these ways: {type(error).__name__}: {error}")
     if plan is not None and output is not None:
         write_plan(plan, output)
     if as_json:
@@ -267,6 +270,7 @@ def _text(
         f"{task.model.name}, {size}, on {task.machines.name} ({task.machines.num_ranks} ranks), "
         f"{task.batch} samples{of} a step"
     )
+    plan = plan if objective == "speed" else None
     step_s = best.step_s if plan is None else seconds_of(plan)
     faster = best.step_s / step_s
     rate = f"{best.tokens_per_s * faster:,.0f} {task.unit}/s, MFU {best.mfu * faster:.0%}"

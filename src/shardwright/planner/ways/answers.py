@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from shardwright.costs import Sharded
+from shardwright.config import Config
 from shardwright.errors import ConfigError, InfeasiblePlanError, PlanError, UsageError
 from shardwright.plan import Plan
 from shardwright.planner.degrees import Planned, plan_survivors
@@ -73,23 +73,23 @@ def reasons(answer: Answer) -> list[str]:
 
 
 def with_a_node_less(task: Task, way: Way) -> list[str]:
-    """A sentence about a lost node: the replicas that are whole go on, if they fit."""
-    nodes = sum(number for _, number in task.machines.nodes)
-    if nodes == 1:
+    """A sentence about a lost node: whether the degrees fit those that are left, and what that comes to."""
+    nodes, per_node = task.machines.num_nodes, task.machines.nodes[0][0].num_accelerators
+    if nodes == 1 or way.not_run_yet:
         return []
-    o, per_node = way.options, task.machines.nodes[0][0].num_accelerators
-    data, shard = int(o.data), int(o.shard)
-    together = int(o.expert_samples) if o.sharded == Sharded.NOTHING or shard == data else shard
-    lost = -(-per_node // int(o.tensor * o.pipeline * o.context))
-    left = (data - lost) // together * together
-    if left < 1:
-        return ["A lost node stops the run until it is replaced: each replica is on all nodes."]
-    fewer = replace(o, data=float(left), shard=float(left if shard == data else shard))
+    settings = {name: value for name, value in way.settings.items() if name != "data_parallel_degree"}
+    o, ranks = way.options, (nodes - 1) * per_node
+    try:
+        left = Config.parse(settings).resolve_world(ranks).data * int(o.expert_samples)
+    except ConfigError:
+        return [f"A lost node stops the run until it is replaced: {ranks} ranks do not fit these degrees."]
+    fewer = replace(o, data=float(left), shard=float(left) if o.shard == o.data else o.shard)
     prices = prices_of(task, fewer)
-    peak, share = int(prices.num_bytes.total), left / data * way.step_s / float(prices.seconds.total)
+    peak, share = int(prices.num_bytes.total), left / o.data * way.step_s / float(prices.seconds.total)
     at = f"at {share:.0%} of the rate" if peak <= way.limit_bytes else "only with more memory"
     return [
-        f"With a node lost, {left} of {counted(data, 'replica')} go on {at}: {format_bytes(peak)} a rank."
+        f"With a node lost, run --min-nodes {nodes - 1} without data_parallel_degree goes on {at}, with "
+        f"{left} of {counted(int(o.data), 'replica')} and {format_bytes(peak)} a rank."
     ]
 
 

@@ -63,7 +63,7 @@ def meshes(task: Task) -> Options:
         width=task.width,
         float8=int(task.dtype == FLOAT8),
         fused=int(task.runtime in FUSED_RUNTIMES),
-        same_experts=int(task.only_what_runs),
+        as_here=int(task.only_what_runs),
     )
     if not task.only_what_runs or task.experts == 1:
         return found
@@ -268,8 +268,8 @@ def _check_pins(task: Task) -> None:
                 f"offload is {value}, but {task.machines.name} computes where its memory is, and has no "
                 "other. Unpin it."
             )
-        if name == "same_experts":
-            raise ConfigError(f"same_experts is {value}, but what runs decides it. Unpin it.")
+        if name == "as_here":
+            raise ConfigError(f"as_here is {value}, but what runs decides it. Unpin it.")
         if name in ("width", "float8"):
             raise ConfigError(f"{name} is {value}, but the dtype ({task.dtype}) decides it. Unpin it.")
         if name == "fused":

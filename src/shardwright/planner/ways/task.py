@@ -50,7 +50,7 @@ def runs_experts(options: Options, *, num_experts: int) -> Any:
     of_samples = (options.expert > options.context) & (options.expert % options.context == 0)
     fits = (options.data % options.expert_samples == 0) & (options.expert * options.tensor <= num_experts)
     no_shards = np.asarray(options.sharded) == Sharded.NOTHING
-    is_run = in_one_way & of_samples & fits & (no_shards | (np.asarray(options.same_experts) > 0))
+    is_run = in_one_way & of_samples & fits & (no_shards | (np.asarray(options.as_here) > 0))
     return (options.expert == 1) | is_run
 
 

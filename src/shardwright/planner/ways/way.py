@@ -220,7 +220,7 @@ class Way:
         o = self.options
         found = []
         kind = Sharded(int(o.sharded))
-        alike = o.data // o.expert_samples if o.same_experts else o.data
+        alike = o.data // o.expert_samples if o.as_here else o.data
         if not runs_shards(kind, shard=o.shard, data=alike):
             found.append(f"{_ZERO[kind]} over {int(o.shard)} of {int(o.data * o.context)} ranks")
         if not self.runs_experts:

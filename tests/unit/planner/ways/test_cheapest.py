@@ -132,11 +132,15 @@ def test_what_this_version_does_not_run_is_said():
     ("machines", "pins", "said"),
     [
         ("p4d.24xlarge", {}, None),
-        ("p4d.24xlarge*4", {"pipeline": 32}, "stops the run"),
-        ("p4d.24xlarge*4", {"pipeline": 8, "data": 4, "sharded": 0}, "3 of 4 replicas go on at 75%"),
-        ("p4d.24xlarge*4", {"pipeline": 16, "data": 2, "sharded": 0}, "1 of 2 replicas go on at 50%"),
-        ("p4d.24xlarge*4", {"pipeline": 1, "data": 32, "sharded": 3, "shard": 16}, "16 of 32 replicas"),
-        ("p4d.24xlarge*4", {"pipeline": 1, "data": 32, "sharded": 3, "shard": 32}, "24 of 32 replicas"),
+        ("p4d.24xlarge*4", {"pipeline": 32}, "24 ranks do not fit these degrees"),
+        (
+            "p4d.24xlarge*4",
+            {"pipeline": 8, "data": 4, "sharded": 0},
+            "at 75% of the rate, with 3 of 4 replicas",
+        ),
+        ("p4d.24xlarge*4", {"pipeline": 16, "data": 2, "sharded": 0}, "24 ranks do not fit these degrees"),
+        ("p4d.24xlarge*4", {"pipeline": 1, "data": 32, "sharded": 3, "shard": 8}, "24 of 32 replicas"),
+        ("p4d.24xlarge*4", {"pipeline": 1, "data": 32, "sharded": 3, "shard": 32}, "24 ranks do not fit"),
     ],
 )
 def test_what_a_lost_node_leaves(machines, pins, said):
