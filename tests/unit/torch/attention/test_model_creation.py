@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright.torch as sw
@@ -248,6 +249,51 @@ def test_the_first_training_step_prints_the_table(capfd):
     trained(model, 2)
     printed = "".join(capfd.readouterr())
     assert printed.count("blockwise  dropout on a CPU") == 1
+
+
+class CallsAttention(nn.Module):
+    """As many scripts write it."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.packed = nn.Linear(16, 48)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, _ = x.shape
+        query, key, value = self.packed(x).view(samples, length, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        result = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return result.transpose(1, 2).flatten(2)
+
+
+def encoder(dropout: float = 0.0) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=dropout, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("make", [CallsAttention, encoder])
+def test_modules_of_pytorch_are_routed(make):
+    torch.manual_seed(0)
+    plain = make(0.0).double()
+    with sw.model_creation():
+        fused = make(0.0).double()
+        dropping = make(0.1)
+    fused.load_state_dict(plain.state_dict())
+    assert repr(fused) == repr(plain)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    for model in (plain, fused):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(fused(x), plain(x), rtol=0, atol=1e-12)
+    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-11)
+    dropping(x.float())
+    assert set(kernels_of(fused).values()) == {Choice("flash")}
+    assert set(kernels_of(dropping).values()) == {Choice("blockwise", "dropout on a CPU")}
+    short, long = (
+        kept_of(dropping, lambda n=length: dropping(torch.randn(1, n, 16))) for length in (64, 1024)
+    )
+    assert long / short < 16.3
 
 
 def test_a_trace_for_accelerators_has_their_fused_kernel():
