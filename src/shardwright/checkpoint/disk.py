@@ -308,10 +308,9 @@ class Disk:
         self.sync_folder(target.parent)
 
     def link(self, path: Path, other: Path) -> None:
-        """Gives a file a second name in its folder, for good."""
+        """Gives a file a second name; see `sync_folder`."""
         self._before("link", path)
         os.link(path, other)
-        self.sync_folder(other.parent)
 
     def sync_folder(self, path: Path) -> None:
         """Has the names in a folder reach the disk."""

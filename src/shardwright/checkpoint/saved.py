@@ -1,7 +1,7 @@
 """A checkpoint on disk: during its write, invisible until committed; and opened for reading."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,8 @@ from shardwright.checkpoint.safe_files import parse, read_regular, reading
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile, file_content
 from shardwright.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex
 from shardwright.errors import CorruptCheckpointError
+
+log = logging.getLogger(__name__)
 
 
 class TensorPart:
@@ -47,12 +49,28 @@ def add_tensors(
         entries[part.name] = TensorEntry(dtype=part.stored.dtype, shape=part.whole, pieces=(*pieces, piece))
     content = list(file_content(stored))
     same = None if earlier is None else earlier.manifest.files.get(name)
-    if earlier is not None and same is not None and has_content(earlier.path / name, content):
-        with suppress(OSError):  # no links on this file system
+    if earlier is not None and same is not None and _may_be_shared(earlier.path / name, content):
+        try:
             disk.link(earlier.path / name, folder / name)
+        except OSError as error:  # no links on this file system
+            log.info("unchanged weights are written again, as they cannot be linked: %s", error)
+        else:
+            disk.sync_folder(folder)
             return same, entries
     with disk.together() as files:
         return files.write(folder / name, content), entries
+
+
+_MOST_NAMES = 4
+"""Checkpoints that share a file: damage on the disk is that of all of them."""
+
+
+def _may_be_shared(path: Path, content: Sequence[bytes | memoryview]) -> bool:
+    """Whether a file has this content, and few enough checkpoints share it."""
+    try:
+        return path.stat().st_nlink < _MOST_NAMES and has_content(path, content)
+    except OSError:
+        return False
 
 
 LARGEST_TEXT = 2**30

@@ -107,6 +107,13 @@ def test_changed_weights_are_written_again_and_old_checkpoints_go(tmp_path: Path
         folder.open(commit.name).check()
 
 
+def test_damage_to_one_file_leaves_a_checkpoint(tmp_path: Path) -> None:
+    run_ranks(training, 1, {}, tmp_path, 0, 5)
+    *shared, fresh = frozen_files(tmp_path)
+    assert all(is_same(shared[0], other) for other in shared)
+    assert not is_same(shared[0], fresh)
+
+
 def test_where_there_are_no_links_files_are_written(tmp_path: Path) -> None:
     run_ranks(without_links, 1, tmp_path)
     first, second = frozen_files(tmp_path)

@@ -307,7 +307,9 @@ class Resumed:
         except PlanError as error:
             raise CorruptCheckpointError(str(error)) from error
         same = plan.mesh == MeshPlan.of(context.mesh)
-        same &= plan.pins.get(_UPDATES, False) == context.config.shard_optimizer_state
+        if same:  # true, and the number of all replicas, mean the same
+            of_plan = context.config.model_copy(update={_UPDATES: plan.pins.get(_UPDATES, False)})
+            same = of_plan.num_updating(context.mesh) == context.config.num_updating(context.mesh)
         overruled = list(overruled_settings(plan, context.config)) if same else []
         if not same or overruled or not self._has_types():
             log.info("the plan of the checkpoint is not followed: %s", overruled or "other ranks or types")
