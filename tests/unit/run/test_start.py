@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from observe.plans import two_stage_plan
 
 import shardwright.torch as sw
 from shardwright.comm.launch_environment import LaunchEnvironment
@@ -16,6 +17,7 @@ from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import RunRecord, read_record
 from shardwright.run import joining as joining_module
 from shardwright.run.context import context
+from shardwright.run.launch_settings import following
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +141,10 @@ def test_ranks_with_other_settings_are_refused(
     joining_module._alike_settings(mesh, Config.parse(own), "facts")
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         joining_module._alike_settings(mesh, Config.parse(others), "facts")
+
+
+@pytest.mark.parametrize(("own", "found"), [({}, True), ({"shard_optimizer_state": False}, False)])
+def test_a_script_may_say_otherwise_than_a_plan(own: dict[str, Any], found: bool) -> None:
+    plan = two_stage_plan().model_copy(update={"pins": {"shard_optimizer_state": True}})
+    config = Config.merge(own, {"microbatches": 3})
+    assert following(plan, config, warns=True).shard_optimizer_state is found
