@@ -90,6 +90,7 @@ def following(plan: Plan, config: Config, *, warns: bool) -> Config:
     overruled = list(overruled_settings(plan, config))
     if overruled and warns:
         warnings.warn(join("the plan decides otherwise than the settings:", overruled), stacklevel=4)
+    given = config.model_fields_set  # also where it is the default
     return Config.merge(
         config,
         {
