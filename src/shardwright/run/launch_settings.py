@@ -102,10 +102,6 @@ def following(plan: Plan, config: Config, *, warns: bool) -> Config:
             "expert_parallel_degree": plan.mesh.expert,
             "microbatches": plan.schedule.microbatches,
             "placement_strategy": plan.mesh.placement_strategy,
-            **{
-                key: plan.pins[key]
-                for key in _MADE_FOR
-                if plan.pins.get(key) and key not in config.model_fields_set
-            },
+            **{key: plan.pins[key] for key in _MADE_FOR if key in plan.pins and key not in given},
         },
     )
