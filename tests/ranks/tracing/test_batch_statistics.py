@@ -42,6 +42,18 @@ class Whitened(nn.Module):
         return (x - mean) * self.scale
 
 
+class Functional(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(super().forward(x), None, None, training=True)
+
+
+class Split(nn.Sequential):
+    """Of several units, with a batch norm between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(super().forward(x), None, None, training=True)
+
+
 class BatchNormAct(nn.BatchNorm1d):
     """As in timm: a batch norm with the activation behind it."""
 
@@ -60,6 +72,7 @@ def frozen(module: nn.Module) -> nn.Module:
         ([nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False)], ("1", "2")),
         ([BatchNormAct(8), nn.SyncBatchNorm(8)], ("1", "2")),
         ([frozen(nn.BatchNorm1d(8)), nn.LayerNorm(8), nn.Dropout(0.5)], ()),
+        ([Functional(8, 8), nn.BatchNorm1d(8)], ("2", "1")),
         ([nn.utils.spectral_norm(nn.Linear(8, 8))], ()),
         ([nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))], ()),
         ([nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2), nn.Flatten()], ()),
@@ -70,6 +83,12 @@ def frozen(module: nn.Module) -> nn.Module:
 def test_layers_are_found(layers: list[nn.Module], found: tuple[str, ...]):
     model = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1))
     assert sw.trace_model(model, torch.randn(6, 8)).batch_statistics == found
+
+
+def test_a_batch_norm_between_units_is_found():
+    model = Split(nn.Linear(8, 8), nn.Linear(8, 8))
+    (found,) = sw.trace_model(model, torch.randn(6, 8)).batch_statistics
+    assert "batch_norm at" in found
 
 
 def pictures() -> nn.Module:
@@ -167,6 +186,18 @@ class Reentrant(Normalised):
         super().__init__(reentrant=True)
 
 
+class Teaches(Normalised):
+    """Its teacher, which is not recomputed, goes through the same norm."""
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return super()._inner(x) if torch.is_grad_enabled() else self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = checkpoint(self._inner, 2 * x, use_reentrant=False)
+        return x + torch.tanh(self.up(x)) - target
+
+
 class Spectral(Normalised):
     def __init__(self) -> None:
         super().__init__(reentrant=False)
@@ -194,3 +225,5 @@ def test_running_statistics_that_are_updated_twice():
         assert all("running_" in line for line in found)
     for found, _ in run_ranks(statistics, 2, Reentrant, 1):
         assert found == []
+    for found, told in run_ranks(statistics, 2, Teaches, 4):
+        assert (found, told) == ([], [])

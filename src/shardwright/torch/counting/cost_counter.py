@@ -5,7 +5,7 @@ import hashlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,10 +29,11 @@ from shardwright.torch.counting.operation_work import (
 )
 from shardwright.torch.interception.deferred import spec_of
 from shardwright.torch.pytorch.functions import (
+    is_batch_norm_in_training,
     tensors_in,
     written_tensors,
 )
-from shardwright.torch.pytorch.modules import outermost_checkpoint
+from shardwright.torch.pytorch.modules import called_from, outermost_checkpoint
 from shardwright.torch.randomness import Draw, describe_draw
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
@@ -75,6 +76,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
         views: memory of a fake tensor -> that of the real tensor of which it is a view.
         written_again: which of that memory ``torch.utils.checkpoint`` writes to again, in the backward.
+        normalises: a batch norm, of a module or not, has computed statistics.
         reads_data: an operation looked at values, or took the shape of its result from them.
     """
 
@@ -109,10 +111,13 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.views: dict[int, int] = {}
         self.written_again: set[int] = set()
         self.reads_data = False
+        self.normalises = False
         self._names = names or {}
         self._watch = watch
         self._row = row
         self._saved: dict[int, int] = {}
+        # By the call of torch.utils.checkpoint, which repeats nothing until an operation needs gradients.
+        self._undecided: dict[FrameType | None, set[int]] = {}
         self._stand_ins: dict[int, tuple[Tensor, Tensor | None]] = {}  # memory of a view -> the real tensor
         self._whole: dict[int, tuple[DividedTensor, Tensor]] = {}  # id -> the tensor, what stands for it
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -141,6 +146,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks.__exit__()
         # The history of what was computed holds this object, and must not hold all others by it.
         self._watch = None
+        self._undecided.clear()
         self._stand_ins.clear()
         self._whole.clear()
 
@@ -161,6 +167,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._names:
             self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
             self._note_written(func, args, kwargs)
+            if self._undecided and torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
+                self.written_again |= self._undecided.pop(outermost_checkpoint(), set())
         draw = describe_draw(func, args, kwargs)
         in_row = draw is not None and (self._row is None or self._row.has(draw))
         result = func(*self._undivided(args), **self._undivided(kwargs))
@@ -168,6 +176,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_stand_in(args, result)
         reads = _reads_data(func, args)
         self.reads_data = self.reads_data or reads
+        self.normalises = self.normalises or is_batch_norm_in_training(func, args)
         if self._watch is not None:
             self._watch.ran((*args, *kwargs.values()), result, draws=draw is not None)
         if draw is not None:
@@ -228,8 +237,11 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._watch.wrote(own)
         if written:
             self.written.update(written)
-            if outermost_checkpoint() is not None:
+            # The variant that is `use_reentrant` runs without gradients at first.
+            if called_from("torch.utils.checkpoint", "forward"):
                 self.written_again.update(written)
+            elif (frame := outermost_checkpoint()) is not None:
+                self._undecided.setdefault(frame, set()).update(written)
 
     def _note_stand_in(self, args: Any, result: Any) -> None:
         """A view of a real tensor is a fake one, with memory of its own."""

@@ -121,7 +121,8 @@ class PipelineEngine:
         )
         losses.check((program.trace.loss for program in common.distinct), tells=context.rank == 0)
         if common.trains:
-            self._statistics.training_begins(module, batch, microbatches=len(parts))
+            traced = [name for program in common.distinct for name in program.trace.graph.batch_statistics]
+            self._statistics.training_begins(module, batch, microbatches=len(parts), traced=traced)
         self._agree_on_random_numbers(common)
         try:
             of_rank = self._rank_batch(common, function, parts, losses)

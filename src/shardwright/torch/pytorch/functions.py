@@ -220,6 +220,14 @@ def name_of_call(func: Any) -> str:
 
 aten = torch.ops.aten
 
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit")
+
+
+def is_batch_norm_in_training(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it is a batch norm that computes statistics; an instance norm is one of a single sample."""
+    is_batch_norm = getattr(func, "overloadpacket", func).__name__ in _BATCH_NORMS
+    return is_batch_norm and len(args) > 5 and args[5] is True and args[0].shape[0] > 1
+
 
 def is_written(argument: Any) -> bool:
     """Whether an operator changes an argument, or a result, in place."""

@@ -5,7 +5,8 @@
     loop over the batch         x[0:32] ─► mean, variance of 32 samples
     loop over 8 microbatches    x[0:4]  ─► mean, variance of 4 samples, running statistics moved 8 times
 
-Batch norms are known by their class, with subclasses of other libraries.
+Batch norms are known by their class, with subclasses of other libraries, calls of ``F.batch_norm`` by a
+trace.
 """
 
 import logging
@@ -24,9 +25,17 @@ log = logging.getLogger(__name__)
 _INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 
 
-def layers_with_statistics(model: nn.Module) -> list[str]:
-    """Names of the batch norms that normalise, or update their running statistics, by what they see now."""
-    return [name for name, module in model.named_modules() if _uses_batch(module)]
+def layers_with_statistics(model: nn.Module, traced: Iterable[str] = ()) -> tuple[str, ...]:
+    """Names of the batch norms that normalise, or update their running statistics, by what they see now.
+
+    Of what a trace has seen to normalise, units with such a module are left out, and lines that may be its.
+    """
+    known = [name for name, module in model.named_modules() if _uses_batch(module)]
+    names = {name for name, _ in model.named_modules()}
+    units = [each for each in traced if each in names]
+    found = [unit for unit in units if not any(f"{name}.".startswith(f"{unit}.") for name in known)]
+    lines = [each for each in traced if each not in names and not known]
+    return (*known, *found, *lines)
 
 
 def _uses_batch(module: nn.Module) -> bool:
@@ -51,12 +60,14 @@ class BatchStatistics:
         self._prints = prints
         self._is_done = False
 
-    def training_begins(self, model: nn.Module, batch: Batch, *, microbatches: int) -> None:
+    def training_begins(
+        self, model: nn.Module, batch: Batch, *, microbatches: int, traced: Iterable[str] = ()
+    ) -> None:
         """Checks a batch with gradients, before its first microbatch."""
         if self._is_done or not model.training:
             return
         self._is_done = True
-        layers = layers_with_statistics(model)
+        layers = tuple(dict.fromkeys((*layers_with_statistics(model), *traced)))
         if microbatches == 1 or not layers:
             return
         if self._prints:

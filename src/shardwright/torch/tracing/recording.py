@@ -136,6 +136,7 @@ class Recording:
         num_hooks: hooks that counting has registered, which are none of the step function's.
         python_draws: random numbers of Python and NumPy.
         repeated_buffers: buffers that ``torch.utils.checkpoint`` changes a second time.
+        batch_norms: units that compute statistics of a batch, and lines between units that do.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class Recording:
         self.draws = TracedDraws(request.device, user_line)
         self.path = PathRecorder(batch)
         self.repeated_buffers: set[str] = set()
+        self.batch_norms: dict[str, None] = {}
 
     def tensor_facts(self, shapes_asked: Iterable[int]) -> TensorFacts:
         """Facts about the tensors behind the values."""

@@ -260,5 +260,5 @@ class Tracer:
             batch_size=request.batch_size,
             batch_bytes=self._batch_bytes,
             together=together,
-            batch_statistics=tuple(layers_with_statistics(request.unit_map.model)),
+            batch_statistics=layers_with_statistics(request.unit_map.model, recording.batch_norms),
         )

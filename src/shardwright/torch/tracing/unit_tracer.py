@@ -124,6 +124,8 @@ class UnitTracer:
         if outcome.written_names:
             self._mutates.add(name)
         recording.repeated_buffers.update(values.names_of(outcome.written_again))
+        if outcome.cost.normalises:
+            recording.batch_norms[name] = None
 
     def _refuse_other_weights(self, module: nn.Module, name: str) -> None:
         """Refuses a unit whose parameters have been replaced for this call."""
@@ -214,6 +216,8 @@ class OperationTracer:
         cost_class = found.cost_class(call, name)
         memory = found.working_memory(cost_class, call)
         outcome = self._run(call)
+        if outcome.cost.normalises:
+            found.batch_norms[f"batch_norm at {call.line}"] = None
         node = call.node("op", name, outcome, cost_class=cost_class, memory=memory, parameters=parameters)
         if in_step_code():
             self._note_for_end(call, outcome)
