@@ -94,12 +94,15 @@ def put_compiler_stance(stance: Any) -> Any:
 def compile_with_backward(backend: str, graph: Any, inputs: Any) -> Any:
     """Compiles a graph of the compiler's by a backend of this name, forward and backward now.
 
-    PyTorch keeps what goes wrong with the backward until it is called, in the middle of a step.
+    PyTorch keeps what goes wrong with the backward until it is called, in the middle of a step. Random numbers
+    are those of code as written, and as many.
     """
     from torch._dynamo import lookup_backend  # takes long to import
     from torch._functorch import config
+    from torch._inductor import config as of_kernels
 
-    with config.patch(force_non_lazy_backward_lowering=True):
+    at_once, alike = {"force_non_lazy_backward_lowering": True}, {"fallback_random": True}
+    with config.patch(at_once), of_kernels.patch(alike):
         return lookup_backend(backend)(graph, inputs)
 
 
