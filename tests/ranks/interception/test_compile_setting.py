@@ -152,6 +152,26 @@ def test_what_cannot_be_compiled_is_named_once() -> None:
         assert said == ["Block runs as written: inductor cannot compile it: inductor has no kernels here"]
 
 
+def raised_by_backends() -> None:
+    from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
+
+    no_memory = BackendCompilerFailed(None, torch.OutOfMemoryError("4 GiB"), None)
+    for error in (TensorifyScalarRestartAnalysis(), SkipFrame("no bfloat16"), no_memory):
+
+        def fail(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        compiled_modules.compile_with_backward = fail  # type: ignore[assignment]
+        with pytest.raises(type(error)) as found:
+            compiled_modules._or_as_written(None, None)
+        assert found.value is error
+
+
+def test_errors_for_the_compiler_reach_it() -> None:
+    """It begins anew, or leaves a function; and where memory runs out, running as written hides why."""
+    run_ranks(raised_by_backends, 1)
+
+
 @pytest.mark.parametrize("settings", [{}, {"compile": "off"}])
 def test_nothing_is_compiled_on_cpus(settings: dict[str, Any]) -> None:
     for graphs, _, text, _ in run_ranks(trained, 2, {**STAGES, **settings, **MEASURED}, Counts()):

@@ -106,6 +106,14 @@ def compile_with_backward(backend: str, graph: Any, inputs: Any) -> Any:
         return lookup_backend(backend)(graph, inputs)
 
 
+def is_for_compiler(error: Exception) -> bool:
+    """Whether a backend's error tells the compiler to begin anew, or to leave a function; or memory ran out."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    inner = getattr(error, "inner_exception", error)  # of one that the compiler has put around it
+    return isinstance(inner, RestartAnalysis | SkipFrame | torch.OutOfMemoryError)
+
+
 def code_being_compiled() -> str:
     """The name of the function of which the compiler has made the graph that a backend gets."""
     codes = _guards.TracingContext.get_traced_code()

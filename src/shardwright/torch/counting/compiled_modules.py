@@ -40,6 +40,7 @@ from shardwright.torch._private.modules import (
     compile_with_backward,
     compiler_of,
     hooks_of_every_module,
+    is_for_compiler,
 )
 from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.interception.compiled_code import look_for_compiled_code
@@ -155,6 +156,8 @@ def _or_as_written(graph: Any, inputs: Any) -> Any:
     try:
         return compile_with_backward(BACKEND, graph, inputs)
     except Exception as error:
+        if is_for_compiler(error):
+            raise
         kind = code_being_compiled()
         if kind not in _told:
             _told.add(kind)
