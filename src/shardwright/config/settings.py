@@ -175,9 +175,9 @@ class Settings(BaseModel):
         "Python between units: where that has no effects of its own, or never.",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Compile the units of each rank, as model.compile() does; auto: on GPUs alone, where the "
-        "units that a plan has timed take less time so.",
+        "off",
+        description="Compile the units of each rank, as model.compile() does; auto, never tried on a GPU: "
+        "only there, where units that a plan times both ways take less time so.",
     )
     offload_activations: bool | Literal["auto"] = Field(
         False,

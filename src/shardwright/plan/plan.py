@@ -55,7 +55,7 @@ class Plan(Record):
         schedule: order of work.
         stages: what runs where.
         replicated: parameters that several stages hold, with those stages; their gradients are summed.
-        compiled: units run as compiled code; left out of files where they do not.
+        compiled: the setting `compile` has units compiled; left out of files where it has not.
         tensor: how ranks share the parameters of a stage; None, and left out of files, where they do not.
         prediction: what the simulator expects; None for plans written by hand.
         why: reasons, one sentence each.

@@ -4,6 +4,8 @@ import copy
 import logging
 import re
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.counting import compiled_modules
+from shardwright.torch.interception.compiled_code import code_is_compiled
 from shardwright.torch.measuring import compiled_times
 
 WIDTH, LAYERS = 8, 4
@@ -54,7 +57,12 @@ class Counts:
         return call
 
 
-def trained(settings: dict[str, Any], backend: Any, dropout: float = 0.0) -> tuple[int, int, str, list[str]]:
+def trained(
+    settings: dict[str, Any],
+    backend: Any,
+    dropout: float = 0.0,
+    script: Callable[[nn.Module], Any] = lambda model: model,
+) -> tuple[int, int, str, list[str]]:
     """Trains as a plain loop does; graphs, their calls in the last step, the plan's text, what was said."""
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     said: list[str] = []
@@ -69,7 +77,7 @@ def trained(settings: dict[str, Any], backend: Any, dropout: float = 0.0) -> tup
     plain = nn.Sequential(*(Block(dropout) for _ in range(LAYERS))).double()
     sw.init({**QUIET, "microbatches": 2, "plan": "anew", **settings})
     try:
-        model = sw.DistributedModel(copy.deepcopy(plain))
+        model = sw.DistributedModel(script(copy.deepcopy(plain)))
         optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
 
@@ -172,7 +180,7 @@ def test_errors_for_the_compiler_reach_it() -> None:
     run_ranks(raised_by_backends, 1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"compile": "off"}])
+@pytest.mark.parametrize("settings", [{}, {"compile": "auto"}])
 def test_nothing_is_compiled_on_cpus(settings: dict[str, Any]) -> None:
     for graphs, _, text, _ in run_ranks(trained, 2, {**STAGES, **settings, **MEASURED}, Counts()):
         assert graphs == 0
@@ -182,27 +190,61 @@ def test_nothing_is_compiled_on_cpus(settings: dict[str, Any]) -> None:
 MEASURED = {"profile": "measured", "measure_s": 0.5}
 
 
-def trained_as_on_gpus(worth: float, settings: dict[str, Any]) -> tuple[int, int, str, list[str]]:
-    compiled_times.is_for = lambda device: True  # type: ignore[assignment]
+def trained_as_on_gpus(worth: float) -> tuple[int, str, bool]:
+    compiled_modules.auto_compiles = lambda device: True  # type: ignore[assignment]
     compiled_times._WORTH = worth
-    return trained({**STAGES, **MEASURED, **settings}, Counts())
+    _, calls, text, _ = trained({**STAGES, **MEASURED, "compile": "auto"}, Counts())
+    return calls, text, code_is_compiled()
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_units_run_as_they_take_less_time(is_faster: bool) -> None:
-    found = run_ranks(trained_as_on_gpus, 2, 1e9 if is_faster else 0.0, {}, timeout_s=120)
-    assert sum(calls for _, calls, *_ in found) == (8 if is_faster else 0)
-    for _, _, text, _ in found:
+    """The compiler is out of the way again where they run as written."""
+    found = run_ranks(trained_as_on_gpus, 2, 1e9 if is_faster else 0.0, timeout_s=120)
+    assert sum(calls for calls, *_ in found) == (8 if is_faster else 0)
+    for _, text, is_used in found:
+        assert is_used is is_faster
         assert (", compiled\n" in text) is is_faster
         begin = "Units are compiled" if is_faster else "Units run as written"
         assert re.search(rf"{begin}: they take [\d.]+ .?s a microbatch compiled and [\d.]+ .?s as", text)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_plan_has_units_compiled_on_gpus_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(compiled_modules, "compile_whole", compiled.append)
+    mesh, config = SimpleNamespace(share=1), Config.parse({"compile": "auto"})
+    here: Any = SimpleNamespace(config=config, device=torch.device(kind), mesh=mesh)
+    plan: Any = SimpleNamespace(compiled=True)
+    compiled_modules.compile_as_wished(nn.Linear(2, 2), here, plan)
+    assert len(compiled) == (kind == "cuda")
+
+
+def compiled_by_script(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def partly_compiled_by_script(model: nn.Module) -> Any:
+    model[0].up.compile(backend="eager")  # type: ignore[index]
+    model[3].compile(backend="eager")  # type: ignore[index]
+    return model
+
+
+def test_what_a_script_compiles_is_not_compiled_by_the_plan() -> None:
+    for graphs, _, text, _ in run_ranks(trained, 2, STAGES, Counts(), 0.0, compiled_by_script):
+        assert graphs == 0
+        assert "compiled" not in text
+
+
+def test_units_beside_those_that_a_script_compiles_are_compiled() -> None:
+    on = {"compile": "on", **STAGES}
+    found = run_ranks(trained, 2, on, Counts(), 0.0, partly_compiled_by_script, timeout_s=120)
+    assert sum(calls for _, calls, *_ in found) == 6  # of three blocks, in two microbatches
+    assert all(", compiled\n" in text for _, _, text, _ in found)
+
+
 def test_values_of_the_setting() -> None:
-    assert [Config.parse({"compile": each}).compile for each in (True, False, "auto")] == [
-        "on",
-        "off",
-        "auto",
-    ]
+    values = ({}, {"compile": True}, {"compile": False}, {"compile": "auto"})
+    assert [Config.parse(each).compile for each in values] == ["off", "on", "off", "auto"]
     with pytest.raises(ConfigError, match=r"compile is 'maybe', but it must be one of 'auto', 'on' or 'off'"):
         Config.parse({"compile": "maybe"})

@@ -94,8 +94,8 @@ def put_compiler_stance(stance: Any) -> Any:
 def compile_with_backward(backend: str, graph: Any, inputs: Any) -> Any:
     """Compiles a graph of the compiler's by a backend of this name, forward and backward now.
 
-    PyTorch keeps what goes wrong with the backward until it is called, in the middle of a step. Random numbers
-    are those of code as written, and as many.
+    PyTorch keeps what goes wrong with the backward until it is called, in the middle of a step. Kernels draw
+    the random numbers of code as written, and as many.
     """
     from torch._dynamo import lookup_backend  # takes long to import
     from torch._functorch import config
@@ -107,7 +107,7 @@ def compile_with_backward(backend: str, graph: Any, inputs: Any) -> Any:
 
 
 def is_for_compiler(error: Exception) -> bool:
-    """Whether a backend's error tells the compiler to begin anew, or to leave a function; or memory ran out."""
+    """Whether a backend's error has the compiler begin anew or leave a function, or tells of no memory."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     inner = getattr(error, "inner_exception", error)  # of one that the compiler has put around it

@@ -30,6 +30,7 @@ from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from shardwright.errors import UsageError
@@ -129,10 +130,16 @@ BACKEND = "inductor"
 _told: set[str] = set()
 
 
+def auto_compiles(device: torch.device) -> bool:
+    """Whether compiled code may be faster on a device."""
+    return device.type == "cuda"
+
+
 def compile_as_wished(model: nn.Module, context: Context, plan: Plan | None = None) -> None:
     """Compiles a model as the setting `compile` asks for, or, once there is a plan, as that does."""
     wished = context.config.compile
-    if wished == "on" if plan is None else wished == "auto" and plan.compiled:
+    auto = wished == "auto" and auto_compiles(context.device)
+    if wished == "on" if plan is None else auto and plan.compiled:
         share = context.mesh.share
         if share == 1:
             compile_whole(model)
@@ -146,7 +153,7 @@ def compile_as_wished(model: nn.Module, context: Context, plan: Plan | None = No
 
 def compile_whole(model: nn.Module) -> None:
     """Compiles a model, but for what the script has compiled in it."""
-    if not any(map(is_compiled, model.modules())):
+    if not is_compiled(model):
         model.compile(backend=_or_as_written)
         look_for_compiled_code()
 

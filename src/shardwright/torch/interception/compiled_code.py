@@ -65,6 +65,16 @@ def look_for_compiled_code() -> None:
     _Compiler.is_used = _Compiler.is_used or compiler_is_used()
 
 
+def code_is_compiled() -> bool:
+    return _Compiler.is_used
+
+
+def forget_compiled_code() -> None:
+    """Drops what was compiled, all of it by the library: calls need not keep the compiler off any more."""
+    torch.compiler.reset()
+    _Compiler.is_used = False
+
+
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
     """Runs all code as Python wrote it, also inside units; and TorchScript without its optimizer.

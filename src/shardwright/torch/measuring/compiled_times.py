@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from shardwright.plan import Plan
@@ -17,7 +16,8 @@ from shardwright.quantities import format_seconds
 from shardwright.run.context import Context
 from shardwright.run.planning import profiles_of
 from shardwright.run.profiler import Profiler
-from shardwright.torch.counting.compiled_modules import is_compiled
+from shardwright.torch.counting import compiled_modules
+from shardwright.torch.interception.compiled_code import code_is_compiled, forget_compiled_code
 from shardwright.torch.measuring.measure import on_copies
 from shardwright.torch.tracing.trace_data import Trace
 
@@ -30,7 +30,7 @@ class CompiledTimes(NamedTuple):
 
     Attributes:
         profiles: costs by number of microbatches, of the units as they run.
-        compiled: they run compiled.
+        compiled: the setting has them compiled.
         why: a sentence for the plan; empty where they were not timed both ways.
     """
 
@@ -39,15 +39,10 @@ class CompiledTimes(NamedTuple):
     why: str = ""
 
 
-def is_for(device: torch.device) -> bool:
-    """Whether compiled code may be faster on a device."""
-    return device.type == "cuda"
-
-
 def _times_both(context: Context) -> bool:
     config = context.config
     is_open = config.compile == "auto" and config.profile == "measured" and context.mesh.share == 1
-    return is_open and is_for(context.device)
+    return is_open and compiled_modules.auto_compiles(context.device)
 
 
 def faster_of_both(
@@ -67,10 +62,13 @@ def faster_of_both(
         previous: the plan of the last run like this: what it has written stays so, and what it has compiled
             as long as that is not clearly slower.
     """
-    if any(map(is_compiled, model.modules())):
+    if context.config.compile == "on" and context.mesh.share == 1:
         return CompiledTimes(profiles, compiled=True, why="Units are compiled, as asked for.")
     if not _times_both(context) or (previous is not None and not previous.compiled):
         return CompiledTimes(profiles, compiled=False)
+    if any(map(compiled_modules.is_compiled, model.modules())):
+        return CompiledTimes(profiles, compiled=False, why="Units run as the script has compiled them.")
+    is_alone = not code_is_compiled()
     found = profiles_of(
         context,
         traces,
@@ -86,6 +84,8 @@ def faster_of_both(
     told = f"{format_seconds(compiled_s)} a microbatch compiled and {format_seconds(written_s)} as written"
     if compiled_s < _WORTH * written_s or (previous is not None and _WORTH * compiled_s <= written_s):
         return CompiledTimes(both, compiled=True, why=f"Units are compiled: they take {told}.")
+    if is_alone:
+        forget_compiled_code()
     return CompiledTimes(profiles, compiled=False, why=f"Units run as written: they take {told}.")
 
 
