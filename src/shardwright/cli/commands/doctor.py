@@ -35,22 +35,26 @@ def doctor(gpus: Gpus = False, device: Device = "cuda", as_json: AsJson = False)
 
     found = examine(os.environ, folder=Path("runs"))
     if gpus and not found.faults:
-        _try_out(device, found.document, as_json=as_json)
+        _try_out(device, found.document, found.problems, as_json=as_json)
         return
     if as_json:
         print_json({"facts": found.document, "problems": found.problems, "faults": found.faults})
     else:
         show_text(align([[name, fact] for name, fact in found.facts.items()]))
-        show_text(
-            "\n".join(["", *(f"! {text}" for text in found.problems)]) if found.problems else "\nno problems"
-        )
+        show_text("\n".join(["", *_marked(found.problems)]) if found.problems else "\nno problems")
     if found.faults:
         raise typer.Exit(ENVIRONMENT)
 
 
-def _try_out(device: str, facts: Mapping[str, Any], *, as_json: bool) -> None:
+def _marked(problems: Sequence[str]) -> list[str]:
+    return [f"! {text}" for text in problems]
+
+
+def _try_out(device: str, facts: Mapping[str, Any], problems: Sequence[str], *, as_json: bool) -> None:
     """Runs the checks of GPUs, and shows them as they end, and then as a block for an issue."""
     cards = _cards(device)
+    if problems and not as_json:
+        show_text("\n".join([*_marked(problems), ""]))
     from shardwright.testing.gpu_checks import CHECKS, Machine, run_checks
 
     width = max(len(check.name) for check in CHECKS)
@@ -61,7 +65,8 @@ def _try_out(device: str, facts: Mapping[str, Any], *, as_json: bool) -> None:
         (say if as_json else show_text)(line)
     about = {**facts["versions"], **_versions(), "GPUs": ", ".join(cards) or "none: checks on the CPU"}
     if as_json:
-        print_json({"facts": facts, "gpus": about, "checks": [_row(result) for result in results]})
+        rows = [_row(result) for result in results]
+        print_json({"facts": facts, "problems": problems, "gpus": about, "checks": rows})
     else:
         show_text("\n".join(["\nFor an issue:\n", *_block(about, results)]), folds=False)
     if any(result.state == "fail" for result in results):
