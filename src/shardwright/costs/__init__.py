@@ -8,7 +8,7 @@ from shardwright.costs.calibration import (
     calibration_of_nodes,
     known_runtimes,
 )
-from shardwright.costs.chain import chain_prices
+from shardwright.costs.chain import chain_bytes, chain_prices
 from shardwright.costs.inputs import (
     FLOAT8,
     Gathers,
@@ -57,6 +57,7 @@ __all__ = [
     "StepSeconds",
     "calibration_of",
     "calibration_of_nodes",
+    "chain_bytes",
     "chain_prices",
     "known_runtimes",
     "moment_bytes",

@@ -255,12 +255,6 @@ def chain_prices(
     `hides_messages`: of those between stages, what other microbatches do not hide counts, as it does for
     transformers; otherwise all of them.
     """
-    number = np.broadcast(*(getattr(options, name) for name in options.names())).size
-    limit = np.zeros(number)
-
-    def measure(group: _Group) -> RankBytes:
-        found, limit[group.chosen] = _bytes_of(chain, group, precision, width)
-        return found
 
     def price(group: _Group) -> StepSeconds:
         apart = all(len(there) == 1 for there in group.kinds)
@@ -272,11 +266,22 @@ def chain_prices(
             hides_messages,
         )
 
-    return Prices(
-        seconds=_by_group(chain, options, kinds, price, StepSeconds),
-        num_bytes=_by_group(chain, options, kinds, measure, RankBytes),
-        limit=limit,
-    )
+    num_bytes, limit = chain_bytes(chain, options, kinds, precision=precision, width=width)
+    seconds = _by_group(chain, options, kinds, price, StepSeconds)
+    return Prices(seconds=seconds, num_bytes=num_bytes, limit=limit)
+
+
+def chain_bytes(
+    chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], *, precision: Precision, width: int
+) -> tuple[RankBytes, Floats]:
+    """Bytes of every candidate on the rank that is closest to its limit, and that limit."""
+    limit = np.zeros(np.broadcast(*(getattr(options, name) for name in options.names())).size)
+
+    def measure(group: _Group) -> RankBytes:
+        found, limit[group.chosen] = _bytes_of(chain, group, precision, width)
+        return found
+
+    return _by_group(chain, options, kinds, measure, RankBytes), limit
 
 
 def _memory_rate(kind: KindOfRank) -> float:

@@ -24,6 +24,7 @@ from shardwright.costs import (
     Recompute,
     ScheduleKind,
     Sharded,
+    chain_bytes,
     chain_prices,
     rank_bytes,
     transformer_fit,
@@ -49,8 +50,7 @@ def prices_of(task: Task, ways: Options, *, faster: Mapping[str, float] = Mappin
 def memory_of(task: Task, ways: Options) -> tuple[RankBytes, Any]:
     """Memory of the neediest rank of every way, which is that closest to its limit; and that limit."""
     if isinstance(task.model, LayerChain):
-        found = prices_of(task, ways)
-        return found.num_bytes, found.limit
+        return chain_bytes(task.model, ways, [task.kind], precision=task.precision, width=task.width)
     blocks = [rank_bytes(task.shape, each, precision=task.precision) for each in _blocks(ways)]
     return RankBytes.together(blocks), float(task.memory_bytes)
 
