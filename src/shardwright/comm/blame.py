@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shardwright.comm.joining.run_secret import ForgedError, not_from_a_stranger
+from shardwright.comm.whereabouts import Store
 
 _T = TypeVar("_T")
 
@@ -24,18 +25,6 @@ _PATIENCE_S = 1.0
 _LONGEST_ANSWER_S = 2.0
 _PAUSE_S = 0.05
 _NO_WORD = "it left without a word: killed, out of memory, hanging, out of reach, or at the end of its script"
-
-
-class Store(Protocol):
-    """The part of a `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

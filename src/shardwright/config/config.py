@@ -104,7 +104,11 @@ class Config(Settings):
 
     @classmethod
     def merge(cls, *layers: "Mapping[str, Any] | Config | None") -> "Config":
-        """Reads several dictionaries of settings, the last one strongest. A null means "the default"."""
+        """Reads several dictionaries of settings, the last one strongest. A null means "the default".
+
+        Raises:
+            ConfigError: settings are unknown, have values that cannot be, or contradict one another.
+        """
         config, problems = cls._read(layers)
         if config is not None:
             problems += _contradictions(config)
@@ -114,7 +118,11 @@ class Config(Settings):
 
     @classmethod
     def check(cls, settings: Any, *, source: str) -> None:
-        """Refuses settings of a file that can never be used, whatever others are merged with them."""
+        """Refuses settings of a file that can never be used, whatever others are merged with them.
+
+        Raises:
+            ConfigError: one is unknown or has a value that cannot be, with the file's name.
+        """
         if settings is not None and not isinstance(settings, Mapping):
             raise ConfigError(f"{source} holds no settings: write lines such as microbatches: 4")
         _refuse(cls._read([settings])[1], source=source)

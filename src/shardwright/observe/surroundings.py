@@ -1,6 +1,7 @@
 """Where a run happens: host, versions, commit of its script; and what of it may be a secret."""
 
 import importlib.metadata
+import os
 import platform
 import re
 import socket
@@ -83,11 +84,24 @@ def _version(package: str) -> str | None:
         return None
 
 
+# In a container the files are mostly somebody else's, which git refuses by itself.
+_ANY_OWNER = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+_GIT_TIMEOUT_S = 5.0
+
+
 def commit_of(folder: Path) -> str:
     """The commit that the repository around a folder is at; empty where there is none, or no git."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE")}
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
-    except OSError:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=folder,
+            env=kept | _ANY_OWNER,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return found.stdout.strip() if found.returncode == 0 else ""
 

@@ -104,6 +104,7 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
         plan.check_world(world_size)
         config = following(plan, config, warns=rank == 0)
     mesh = config.resolve_world(world_size)
+    store: Any = default_store() if world_size > 1 else None  # whose type lacks clone()
     made = kind(
         config=config,
         mesh=mesh,
@@ -112,7 +113,7 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
         local_size=environment.local_world_size,
         device=device,
         plan=plan,
-        watch=RankWatch(Blame(default_store(), rank=rank) if world_size > 1 else None),
+        watch=RankWatch(None if store is None else Blame(store, rank=rank)),
     )
     try:
         _tie(made, environment)

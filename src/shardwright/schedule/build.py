@@ -36,16 +36,16 @@ from shardwright.schedule.placement import check_kind, check_request
 from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.schedule import Schedule
 
+_LOOKAHEAD = 2
 
-def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead: int = 2) -> Schedule:
-    """Adds the transfers that the edges ask for.
+
+def lower(schedule: Schedule, edges: Sequence[Edge] | None = None) -> Schedule:
+    """Adds the transfers that the edges ask for, receives two compute actions before their use.
 
     Args:
         schedule: compute actions, and copies to the host, which stay behind what they stand behind.
         edges: which stages feed which; None where each feeds the next. Edges within a rank make no transfer.
             Several messages of one action go in the order of their peer stages.
-        lookahead: a receive is posted at least this many compute actions before its use, where there are as
-            many.
 
     Raises:
         ScheduleError: the schedule has transfers already, an edge is impossible, or the compute actions
@@ -60,8 +60,6 @@ def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead:
         raise ScheduleError(
             f"schedule {schedule.kind!r} has sends and receives already. Lower the one without them."
         )
-    if lookahead < 0:
-        raise ScheduleError(f"lookahead is {lookahead}. Give 0 (post right before the use) or more.")
     edges = check_edges(edges, num_stages=schedule.num_stages)
     graph = compile_actions(
         schedule.actions,
@@ -70,7 +68,7 @@ def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead:
         edges=edges,
     )
     starts = replay(graph, action_seconds(graph, unit_costs(schedule.num_stages))).starts
-    receives = _place_receives(graph, starts, lookahead)
+    receives = _place_receives(graph, starts)
     rows = []
     for row in graph.rows:
         actions: list[Action] = []
@@ -84,7 +82,7 @@ def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead:
     return replace(schedule, actions=tuple(rows))
 
 
-def _place_receives(graph: ActionGraph, starts: Sequence[float], lookahead: int) -> list[list[Action]]:
+def _place_receives(graph: ActionGraph, starts: Sequence[float]) -> list[list[Action]]:
     """The receives to post before each action."""
     queues: list[list[tuple[int, int]]] = [[] for _ in graph.channels]
     for producer, messages in enumerate(graph.sends):
@@ -100,7 +98,7 @@ def _place_receives(graph: ActionGraph, starts: Sequence[float], lookahead: int)
         for place in range(len(queue) - 1, -1, -1):
             producer, consumer = queue[place]
             made = row.start + bisect_left(row_starts, starts[producer])
-            latest = min(latest, made, max(consumer - lookahead, row.start))
+            latest = min(latest, made, max(consumer - _LOOKAHEAD, row.start))
             receive = _receive(graph, producer, consumer)
             posts[latest].append((starts[producer], channel, place, receive))
     return [[post[3] for post in sorted(before, key=lambda post: post[:3])] for before in posts]

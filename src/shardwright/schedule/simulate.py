@@ -97,7 +97,7 @@ def simulate(
     A message leaves when its send is reached; its receive is taken to be posted in time (`lower` sees to it).
 
     Args:
-        schedule: with or without transfers.
+        schedule: its transfers are passed over, and those of `lower` played; `validate` refuses others.
         costs: of each stage.
         edges: which stages feed which, with bytes; None where each feeds the next with a message of no bytes.
         link: the link from one pipeline rank to another; None where messages take no time.

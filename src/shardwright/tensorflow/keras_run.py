@@ -195,6 +195,9 @@ def delayed_initialization() -> Iterator[None]:
     A value that a variable is given before the first step, as by ``load_weights``, is kept in memory until
     then.
 
+    Raises:
+        UsageError: `sw.init` was not called.
+
     Example::
 
         with sw.delayed_initialization():

@@ -273,3 +273,33 @@ def test_a_scripted_module_is_refused_where_ranks_share_the_model(whole: bool, w
     text = refused(build)
     assert f"{where} is compiled by torch.jit.script" in text
     assert "Take the Python module that it was made of" in text
+
+
+def test_replicas_train_a_scripted_module():
+    def job():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        network = copy.deepcopy(plain)
+        network[1] = torch.jit.script(network[1])
+        sw.init({**QUIET, "data_parallel_degree": 2})
+        model = sw.DistributedModel(network)
+        optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            loss = loss_of(model, x)
+            model.backward(loss)
+            return loss
+
+        for number in range(2):
+            torch.manual_seed(number)
+            x = torch.randn(8, WIDTH, dtype=torch.float64)
+            loss_of(plain, x).backward()
+            train(model, x.chunk(2)[sw.dp_rank()])
+            for each in (optimizer, plain_optimizer):
+                each.step()
+                each.zero_grad()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+    run_ranks(job, 2)

@@ -61,6 +61,10 @@ def test_flags_are_bools(key, value):
     assert f"{key} is {value!r}, but it must be true or false" in problem(**{key: value})
 
 
+def test_errors_say_what_a_parameter_means():
+    assert "ddp_port is 65536, but it must be a TCP port, from 1 to 65535." in problem(ddp_port=65536)
+
+
 @pytest.mark.parametrize(("key", "value"), [("ddp_port", 8888), ("ddp_dist_backend", "nccl")])
 def test_settings_of_ddp_need_ddp(key, value):
     assert f"{key} is {value!r}, but it has a meaning only with ddp" in problem(**{key: value})

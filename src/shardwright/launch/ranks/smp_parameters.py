@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
 
@@ -193,16 +193,23 @@ def _order_of_ranks(value: str) -> str:
     return value
 
 
+_Pipeline = Literal["simple", "interleaved", "_only_forward", PipelineKind]
+_PIPELINES = (
+    "simple (all forwards, then all backwards) or interleaved (backward first); _only_forward, "
+    f"{', '.join(get_args(PipelineKind))} are accepted, too"
+)
+_STAGE = "a whole number of at least 0: the stage of modules outside any smp.partition"
+_WEIGHT = "a number from 0 (balance time only) to 1 (balance memory only)"
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(_COUNTS, (Annotated[int, Field(ge=1, le=MOST_RANKS)], 1)),
     **dict.fromkeys(_FLAGS, (bool, False)),
-    "pipeline": (Literal["simple", "interleaved", "_only_forward", PipelineKind], "auto"),
+    "pipeline": (Annotated[_Pipeline, Field(description=_PIPELINES)], "auto"),
     "optimize": (Literal["speed", "memory"], "speed"),
     "placement_strategy": (Annotated[str, AfterValidator(_order_of_ranks)], "cluster"),
-    "default_partition": (Annotated[int, Field(ge=0, le=MOST_RANKS)], 0),
-    "partition_file": (str, ""),
-    "memory_weight": (Annotated[float, Field(ge=0, le=1)], 0.0),
-    "ddp_port": (Annotated[int, Field(ge=1, lt=2**16)], 1),
+    "default_partition": (Annotated[int, Field(ge=0, le=MOST_RANKS, description=_STAGE)], 0),
+    "partition_file": (Annotated[str, Field(description="text: the path of a file")], ""),
+    "memory_weight": (Annotated[float, Field(ge=0, le=1, description=_WEIGHT)], 0.0),
+    "ddp_port": (Annotated[int, Field(ge=1, lt=2**16, description="a TCP port, from 1 to 65535")], 1),
     "ddp_dist_backend": (Literal["auto", "nccl", "gloo"], "auto"),
 }
 _Known = create_model("_Known", __config__=ConfigDict(strict=True), **_FIELDS)
@@ -212,8 +219,16 @@ def _out_of_range(given: Mapping[str, Any]) -> list[str]:
     try:
         _Known.model_validate(dict(given))
     except ValidationError as error:
-        return describe(error.errors(), root="the parameters")
+        return [line for finding in error.errors() for line in _worded(finding)]
     return []
+
+
+def _worded(finding: Any) -> list[str]:
+    """One line, with what a field's description says it must be."""
+    name = str(finding["loc"][0])
+    if (wanted := _Known.model_fields[name].description) is None:
+        return describe([finding], root="the parameters")
+    return [f"{name} is {shown(finding['input'])}, but it must be {wanted}."]
 
 
 def _contradictions(given: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Recomputes activations: drops a module's after its forward, computes them again in the backward."""
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -74,7 +75,7 @@ def set_activation_checkpointing(
         pack_args_as_tuple: accepted for scripts written for other libraries; arguments are passed as they
             come.
         strategy: for `nn.Sequential`; ``"contiguous"`` and ``"group_N"`` are accepted for scripts written for
-            other libraries. Children are recomputed one by one, like ``"each"``.
+            other libraries, with a warning. Children are recomputed one by one, like ``"each"``.
 
     Raises:
         UsageError: the strategy is unknown, or the module is not one.
@@ -94,6 +95,8 @@ def set_activation_checkpointing(
             )
         mark_recomputed(module, preserve_rng_state=preserve_rng_state)
         return
+    if strategy != "each":
+        warnings.warn(f"strategy {strategy!r} recomputes the children one by one, like 'each'.", stacklevel=2)
     for child in module:
         # An activation by itself keeps no less when recomputed, and may work in place on its input.
         if next(child.parameters(), None) is not None:

@@ -248,6 +248,7 @@ _plain(
     ),
     as_strided=lambda d: (aten.as_strided.default, d.dense(4, 3), [2, 2], [3, 1], d.size(0, 2)),
     view_as_complex=lambda d: (aten.view_as_complex.default, d.dense(*d.sizes(2), 2)),
+    max_pool=lambda d: (aten.max_pool2d_with_indices.default, d.dense(d.size(), d.size(), 4, 4), [2, 2]),
     nonzero=lambda d: (aten.nonzero.default, d.mask(*d.sizes(2))),
     zeros_like=lambda d: (aten.zeros_like.default, d.tensor(*d.sizes(2))),
     normal_in_place=lambda d: (
@@ -564,6 +565,17 @@ def layer_norm_backward(d):
     mask = [True, d.flag(), d.flag()]
     gradient = d.dense(*shape)
     return aten.native_layer_norm_backward.default, gradient, data, own, mean, rstd, weight, bias, mask
+
+
+@case
+def group_norm_backward(d):
+    n, g, c, s = d.sizes(4)
+    channels = g * c
+    data, weight = d.dense(n, channels, s), d.dense(channels)
+    _, mean, rstd = aten.native_group_norm.default(data, weight, weight, n, channels, s, g, 1e-5)
+    gradient = d.dense(n, channels, s)
+    backward = aten.native_group_norm_backward.default
+    return backward, gradient, data, mean, rstd, weight, n, channels, s, g, [True, True, True]
 
 
 @case

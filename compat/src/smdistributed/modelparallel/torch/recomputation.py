@@ -7,7 +7,6 @@ from torch import nn
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.module_proxy import unproxied
-from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 
 def set_activation_checkpointing(
@@ -22,13 +21,10 @@ def set_activation_checkpointing(
 
     Args:
         module: any module of the model. Of an `nn.Sequential`, or an `nn.ModuleList`, its children.
-        strategy: for an `nn.Sequential`: ``"each"`` child by itself, ``"contiguous"`` all of them together
-            (each by itself where the model is spread over stages), or ``"group_N"`` N at a time.
+        strategy: for an `nn.Sequential`: ``"each"`` child by itself. ``"contiguous"`` and ``"group_N"`` do as
+            ``"each"`` does, with a warning.
     """
     module = unproxied(module)
-    if strategy == "contiguous" and isinstance(module, nn.Sequential) and _is_spread():
-        # What one recomputation goes around cannot be cut between stages, and no stage is known yet.
-        strategy = "each"
     if not isinstance(module, nn.ModuleList):
         sw.set_activation_checkpointing(
             module,
@@ -45,10 +41,6 @@ def set_activation_checkpointing(
         )
     for child in module:
         sw.set_activation_checkpointing(child, preserve_rng_state=preserve_rng_state)
-
-
-def _is_spread() -> bool:
-    return state.initialized and current_run().mesh.pipeline > 1
 
 
 def runs_of(sequential: nn.Sequential, strategy: str) -> list[list[nn.Module]]:
