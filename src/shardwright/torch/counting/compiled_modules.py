@@ -248,6 +248,7 @@ class HookEffects:
 
     def __init__(self) -> None:
         self._collecting: dict[nn.Module, list[Any]] = {}
+        self._told: set[str] = set()
 
     def note_call(self, unit: nn.Module) -> None:
         """Takes note of the hooks inside a unit that collect, as the step function has registered them."""
@@ -263,7 +264,11 @@ class HookEffects:
             return call()
         try:
             with _hooks_alone(func, _takes_part, self._collecting):
-                return call()
+                result = call()
+            if any(self._looks_on_inside(func)) and class_key(func) not in self._told:
+                self._told.add(class_key(func))
+                log.info("%s: forward hooks inside it are neither timed nor counted", type(func).__name__)
+            return result
         except Exception:
             if not any(self._looks_on_inside(func)):
                 raise

@@ -55,13 +55,27 @@ def measured(unit):
 
 
 def test_a_script_can_tell_that_a_unit_is_timed():
+    """By a hook that it needs: others do not run, and a line of the log says so."""
     marks = []
     unit = whole(Unit())
-    unit.second.register_forward_hook(
-        lambda module, given, result: marks.append(sw.is_tracing()) or result * 1
+    unit.norm.double()
+    unit.norm.register_forward_pre_hook(lambda module, given: (given[0].double(),))
+    unit.norm.register_forward_hook(
+        lambda module, given, result: marks.append(sw.is_tracing()) or result.float()
     )
-    assert measured(unit)[0].backward_s > 0
+    (sample, *_) = (sample for sample in samples_of(unit) if sample.func is unit)
+    marks.clear()
+    assert measure_class(sample, device=CPU).backward_s > 0
     assert set(marks) == {True}
+
+
+def test_what_hooks_compute_is_missing_in_the_times_which_the_log_says(caplog):
+    caplog.set_level("INFO")
+    unit = whole(Unit())
+    unit.second.register_forward_hook(lambda module, given, result: result * 2)
+    measured(unit)
+    (line,) = {record.message for record in caplog.records if "hooks" in record.message}
+    assert line == "Unit: forward hooks inside it are neither timed nor counted"
 
 
 def whole(unit):
