@@ -146,6 +146,17 @@ def test_kernels_of_the_compiler_draw_the_numbers_of_a_plain_loop() -> None:
     run_ranks(trained, 2, {"compile": "on", **STAGES}, "inductor", 0.3, timeout_s=300)
 
 
+def drawing_as_written(model: nn.Module) -> Any:
+    warnings.filterwarnings("ignore", message=r"`torch.jit.script_method` is deprecated")
+    return torch.compile(model, options={"fallback_random": True})
+
+
+@pytest.mark.thorough
+def test_a_script_may_compile_kernels_that_draw_so() -> None:
+    """As the refusal of other amounts of random numbers says."""
+    run_ranks(trained, 2, STAGES, "inductor", 0.3, drawing_as_written, timeout_s=300)
+
+
 def test_ranks_that_share_layers_run_as_written() -> None:
     found = run_ranks(trained, 2, {"compile": "on", "tensor_parallel_degree": 2}, Counts())
     assert [graphs for graphs, *_ in found] == [0, 0]

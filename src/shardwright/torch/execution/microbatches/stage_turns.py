@@ -103,7 +103,8 @@ class MicrobatchGenerators:
             "random numbers. Draw always, and choose with torch.where or a mask; numbers whose drawing looks "
             "at values (RReLU, Poisson, binomial, Gamma, Beta, Dirichlet) can be drawn before the step "
             "function and passed to it. What a layer filters by values (self-loops of a graph) can be "
-            "filtered before it, too."
+            "filtered before it, too. Code that the script compiles draws as Python wrote it with "
+            'torch.compile(model, options={"fallback_random": True}).'
         )
 
 
