@@ -18,6 +18,7 @@ import shardwright.torch as sw
 from shardwright.comm.message_names import BACKEND
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.run.context import context
+from shardwright.run.machine import seconds_of
 from shardwright.testing.gpu_checks.training import device_of_rank, gpt, loss_of, running
 from shardwright.torch.attention.blockwise import Seen, blockwise_attention
 from shardwright.torch.attention.kernels import Attention, attend
@@ -29,21 +30,9 @@ _COPIED_BYTES = 256 * 2**20
 _BUS_BYTES = 64 * 2**20
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_of(call: Callable[[], object], device: torch.device, *, runs: int = 3) -> float:
-    """Of the fastest of some runs, after one that warms up."""
-    found = []
-    for _ in range(1 + runs):
-        synchronise(device)
-        begun_s = time.perf_counter()
-        call()
-        synchronise(device)
-        found.append(time.perf_counter() - begun_s)
-    return min(found[1:])
+def fastest(call: Callable[[], object], device: torch.device, *, runs: int = 3) -> float:
+    """Seconds of the fastest of some runs."""
+    return min(seconds_of(call, device, runs=runs))
 
 
 def products() -> str:
@@ -65,7 +54,7 @@ def memory() -> str:
         return text
     host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
     there = torch.zeros_like(host, device=device)
-    pageable_s = seconds_of(lambda: there.copy_(host), device)
+    pageable_s = fastest(lambda: there.copy_(host), device)
     return (
         f"{text}; to and from the host {rates.host_Bps / 1e9:.1f} GB/s pinned, "
         f"{_COPIED_BYTES / pageable_s / 1e9:.1f} pageable"
@@ -88,10 +77,10 @@ def copies_beside_work() -> str:
             write.wait()
             tier.free(place)
 
-    copied_s = seconds_of(partial(both, 0), device)
-    number = max(1, int(copied_s / seconds_of(partial(both, 1, copies=False), device)))
-    worked_s = seconds_of(partial(both, number, copies=False), device)
-    both_s = seconds_of(partial(both, number), device)
+    copied_s = fastest(partial(both, 0), device)
+    number = max(1, int(copied_s / fastest(partial(both, 1, copies=False), device)))
+    worked_s = fastest(partial(both, number, copies=False), device)
+    both_s = fastest(partial(both, number), device)
     place, write = tier.write(given)
     write.wait()
     back = torch.zeros_like(given)
@@ -175,7 +164,7 @@ def bus() -> str:
     with running():
         tensor = torch.zeros(_BUS_BYTES // 4, device=device)
         num = dist.get_world_size()
-        seconds = seconds_of(lambda: dist.all_reduce(tensor), device, runs=5)
+        seconds = fastest(lambda: dist.all_reduce(tensor), device, runs=5)
         backend = dist.get_backend()
     return f"{2 * (num - 1) / num * _BUS_BYTES / seconds / 1e9:.2f} GB/s a rank, {num} ranks, {backend}"
 
@@ -188,7 +177,7 @@ def predicted() -> str:
         step()  # plans: what it has measured is no part of a step's memory
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        seconds = seconds_of(step, device, runs=5)
+        seconds = fastest(step, device, runs=5)
         plan = context().plan
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         assert plan is not None
@@ -246,7 +235,7 @@ def gpt_step(*, compile: str = "off") -> str:
         begun_s = time.perf_counter()
         step()
         first_s = time.perf_counter() - begun_s
-        seconds = seconds_of(step, device, runs=5)
+        seconds = fastest(step, device, runs=5)
     weights = 12 * layers * width**2 + 1024 * width
     flops = samples * length * (6 * weights + 6 * layers * width * length)  # causal: half of the scores
     share = flops / seconds / max(rate.alone for rate in rates)
