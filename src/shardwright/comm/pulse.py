@@ -309,7 +309,7 @@ class Pulses:
         they_wait = f"ranks {', '.join(map(str, who))} wait" if len(who) > 1 else f"rank {who[0]} waits"
         return (
             f"rank {rank} hangs: a signal (SIGSTOP, or the terminal's) has stopped its process "
-            f"{beat.process} for {now_s - beat.at_s:.0f} s, and {they_wait}. It was {beat.does}."
+            f"{beat.process} for {now_s - beat.at_s:.0f} s, and {they_wait}.{_was(beat)}"
         )
 
     def _of_silent(self, rank: int, beat: Beat, now_s: float) -> str:
@@ -317,9 +317,13 @@ class Pulses:
         stack = page.stack() if page.read().at_s == beat.at_s else ""
         return (
             f"rank {rank} has not run Python for {now_s - beat.at_s:.0f} s: C code holds the interpreter "
-            f"(the GIL) there, or the host is too busy; rank {self.rank} waits. It was {beat.does}. "
+            f"(the GIL) there, or the host is too busy; rank {self.rank} waits.{_was(beat)} "
             f"Its stack:\n{stack or beat.stack}"
         )
+
+
+def _was(beat: Beat) -> str:
+    return f" It was {beat.does}." if beat.does else ""
 
 
 _given_file = ""

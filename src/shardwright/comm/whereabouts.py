@@ -22,6 +22,7 @@ the store. A thread of its own writes it, because the rank may be inside a call 
 """
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -49,7 +50,13 @@ from shardwright.exit_codes import HANG
 _MOST_RANKS = 64
 """Whose notes one look reads."""
 _SOON = 0.8
-"""Of the patience: a look comes each two seconds, and the name is to be there by then."""
+"""Of the patience: a look comes only now and then, and the name is to be there by then."""
+_SHORTEST_S = 3.0
+_TIMES_USUAL = 3
+"""So many times as long as usual a rank may be still: where steps are short, seconds tell enough."""
+_FADES = 0.9
+"""What a long step, as the first one, leaves of itself with each call that ranks make together."""
+_STEPS_KNOWN = 3
 
 
 @dataclass(slots=True)
@@ -57,34 +64,39 @@ class Stalls:
     """What a waiting rank finds out about those that it waits for.
 
     Attributes:
-        patience_s: how long a rank may be still before it is named.
+        longest_s: how long a rank may be still before it is named, at most.
     """
 
     rank: int
-    patience_s: float
+    longest_s: float
     said: Callable[[int], Note | None]
     tell: Callable[[str], None]
     _before: dict[int, Note] = field(default_factory=dict)
     _told: set[tuple[int, str]] = field(default_factory=set)
     _deadlock: str = ""
 
-    def look(self, mine: Note) -> str:
-        """Looks at the ranks that this one waits for; returns why this rank is to end; empty if it is not."""
-        needed = _needed(mine)
-        if self.rank not in needed or not mine.waits or mine.still_s < self.patience_s / 2:
+    def look(self, mine: Note, usual_s: float = math.inf) -> str:
+        """Looks at the ranks that this one waits for; returns why this rank is to end; empty if it is not.
+
+        Args:
+            usual_s: how long steps, and what comes between them, have taken.
+        """
+        needed = needed_by(mine)
+        patience_s = min(self.longest_s, max(_SHORTEST_S, _TIMES_USUAL * usual_s))
+        if self.rank not in needed or not mine.waits or mine.still_s < patience_s / 2:
             self._before.clear()
             self._deadlock = ""
             return ""
         notes = {rank: self.said(rank) for rank in needed[:_MOST_RANKS] if rank != self.rank}
-        for rank in {each for note in notes.values() if note is not None for each in _needed(note)}:
+        for rank in {each for note in notes.values() if note is not None for each in needed_by(note)}:
             if rank != self.rank and rank not in notes and len(notes) < _MOST_RANKS:
                 notes[rank] = self.said(rank)
         fresh = {rank: note for rank, note in notes.items() if note is not None and self._goes_on(rank, note)}
         self._before = {rank: note for rank, note in notes.items() if note is not None}
-        still = {r: n for r, n in fresh.items() if not n.waits and n.still_s >= self.patience_s / 2}
-        if still and mine.still_s >= _SOON * self.patience_s:
+        still = {r: n for r, n in fresh.items() if not n.waits and n.still_s >= patience_s / 2}
+        if still and mine.still_s >= _SOON * patience_s:
             self._name(still, mine, fresh)
-        proven = not still and mine.still_s >= self.patience_s
+        proven = not still and mine.still_s >= patience_s
         return self._confirmed(_proof(self.rank, mine, fresh) if proven else "")
 
     def _goes_on(self, rank: int, note: Note) -> bool:
@@ -111,7 +123,7 @@ class Stalls:
         return proof if proof and before else ""
 
 
-def _needed(note: Note) -> tuple[int, ...]:
+def needed_by(note: Note) -> tuple[int, ...]:
     """The ranks that must come to where a rank is."""
     if note.joint is not None:
         return note.joint.ranks
@@ -131,7 +143,7 @@ def _proof(rank: int, mine: Note, fresh: Mapping[int, Note]) -> str:
     elsewhere = {
         other: note
         for other, note in others.items()
-        if (note.joint is None or note.joint.group != mine.joint.group) and rank in _needed(note)
+        if (note.joint is None or note.joint.group != mine.joint.group) and rank in needed_by(note)
     }
     if not elsewhere:
         return ""
@@ -145,7 +157,11 @@ def _proof(rank: int, mine: Note, fresh: Mapping[int, Note]) -> str:
 
 _TICK_S = 0.5
 _STUCK_S = 1.5
-_NOTE_EVERY_S = 2.0
+_NOTE_EVERY_S = 1.0
+_NOTE_EVERY_S_OF_MANY = 2.0
+_MANY = 16
+"""Ranks whose notes one look reads: the store has to answer the looks of all."""
+_TELLS_STACK_S = 2.0
 _LAST_NOTE_S = 2.0
 
 
@@ -197,6 +213,7 @@ class Whereabouts:
         self._place: MeetingPlace | None = None
         self._moves = 0
         self._moved_s = time.monotonic()
+        self._usual_s = 0.0
         self.steps = 0
         self.also_tell: list[Callable[[], None]] = []
         self._thread_id = threading.get_ident()
@@ -246,8 +263,10 @@ class Whereabouts:
         return self.at(self.begin(where, ranks, hint=hint))
 
     def _move(self) -> None:
+        now_s = time.monotonic()
         self._moves += 1
-        self._moved_s = time.monotonic()
+        self._usual_s = max(now_s - self._moved_s, _FADES * self._usual_s)
+        self._moved_s = now_s
 
     def note(self) -> Note:
         """The present whereabouts of this rank."""
@@ -260,7 +279,7 @@ class Whereabouts:
     def _note(self) -> Note:
         frame = sys._current_frames().get(self._thread_id)
         place, waits, still_s = self._place, self._stillness.waits, self._stillness.seconds
-        place_is_told = not waits and still_s >= _NOTE_EVERY_S
+        place_is_told = not waits and still_s >= _TELLS_STACK_S
         return Note(
             place=place,
             # A copy, which is made at a stroke: the script may count a call of other ranks just now.
@@ -353,9 +372,11 @@ class Whereabouts:
                 note = self.note()
                 if not (answers := self._leave(note, self._store_of_thread())):
                     continue
-                if self._stalls is not None and (why := self._stalls.look(note)):
+                usual_s = self._usual_s if self.steps >= _STEPS_KNOWN else math.inf
+                if self._stalls is not None and (why := self._stalls.look(note, usual_s)):
                     self._end(why)
-                next_s = now_s + _NOTE_EVERY_S
+                many = len(needed_by(note)) > _MANY
+                next_s = now_s + (_NOTE_EVERY_S_OF_MANY if many else _NOTE_EVERY_S)
         if answers:
             self._leave(self.note(), self._own_store or self._store)
 

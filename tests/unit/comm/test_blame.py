@@ -175,6 +175,17 @@ def test_a_rank_that_works_or_waits_is_not_named(note):
     assert ranks.told == []
 
 
+@pytest.mark.parametrize(("usual_s", "named_at_s"), [(0.2, 3), (1.5, 4), (9.0, 8)])
+def test_where_steps_are_short_it_is_named_soon(usual_s, named_at_s):
+    """Three times the usual, three seconds at least; ten at most, less a fifth, as a look comes each two."""
+    ranks, second = Ranks(waiting(1.0), sleeping(1.0), waiting(1.0)), 0
+    while not ranks.told:
+        second += 1
+        ranks.stalls[0].look(ranks.notes[0], usual_s)
+        ranks.notes = [replace(n, seconds=n.seconds + 1, still_s=n.still_s + 1) for n in ranks.notes]
+    assert second == named_at_s
+
+
 def test_a_collective_that_others_wait_for_elsewhere_ends():
     alone = waiting(place=None, joint=REDUCE)
     ends = Ranks(alone, waiting(), waiting()).look()
