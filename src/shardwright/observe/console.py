@@ -221,7 +221,7 @@ class _Interval:
     tokens: float | None = 0.0
     flops: float | None = 0.0
     bubble_s: float | None = 0.0
-    memory_bytes: int = 0
+    memory_bytes: float = 0
     memory_limit_bytes: int | None = None
 
     def add(self, record: StepRecord) -> None:
@@ -289,7 +289,7 @@ def _format_flops(flops: float) -> str:
     return f"{flops:.0f} FLOP"
 
 
-def _format_memory(num_bytes: int, limit_bytes: int | None) -> str:
+def _format_memory(num_bytes: float, limit_bytes: int | None) -> str:
     # In GiB down to a tenth, which is what one decimal can show.
     scale, unit = (2**30, "GiB") if num_bytes >= 0.1 * 2**30 else (2**20, "MiB")
     of = "" if limit_bytes is None else f"/{_short(limit_bytes / scale)}"

@@ -115,16 +115,8 @@ def number_or_none(record: Mapping[str, Any], name: str, where: str) -> float | 
     return number if number is not None and math.isfinite(number) else None
 
 
-def finite(value: Any, name: str, where: str) -> float:
-    """A number that must be there; raises as `number_or_none`."""
-    number = to_number(value, name, where)
-    if not math.isfinite(number):
-        raise UsageError(f"{where}: {name} is {number}, but it must be finite. {FOREIGN}")
-    return number
-
-
 def to_number(value: Any, name: str, where: str) -> float:
-    """A number, also one of those that JSON does not have; raises as `number_or_none`."""
+    """A number that must be there, also one of those that JSON does not have."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -210,7 +202,7 @@ class StepRecord:
     bubble_measured: float | None = None
     bubble_predicted: float | None = None
     step_predicted_s: float | None = None
-    memory_bytes: tuple[int, ...] | None = None
+    memory_bytes: tuple[float, ...] | None = None
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
     work_s: float | None = None
@@ -219,6 +211,23 @@ class StepRecord:
     skipped_updates: int | None = None
     slow_rank: int | None = None
     slow_s: float | None = None
+
+
+_AS_RECORDED = {
+    Metric.LOSS: "loss",
+    Metric.LEARNING_RATE: "learning_rate",
+    Metric.STEP: "seconds",
+    Metric.STEP_PREDICTED: "step_predicted_s",
+    Metric.WORK: "work_s",
+    Metric.OUTSIDE: "outside_s",
+    Metric.UPDATE: "update_s",
+    Metric.SKIPPED: "skipped_updates",
+    Metric.SLOW_RANK: "slow_rank",
+    Metric.SLOW: "slow_s",
+    Metric.BUBBLE: "bubble_measured",
+    Metric.BUBBLE_PREDICTED: "bubble_predicted",
+}
+"""Metrics that a record has under another name; the others are worked out."""
 
 
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
@@ -230,18 +239,7 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
     """
     seconds = record.seconds
     found: dict[str, MetricValue | None] = {
-        Metric.LOSS: record.loss,
-        Metric.LEARNING_RATE: record.learning_rate,
-        Metric.STEP: seconds,
-        Metric.STEP_PREDICTED: record.step_predicted_s,
-        Metric.WORK: record.work_s,
-        Metric.OUTSIDE: record.outside_s,
-        Metric.UPDATE: record.update_s,
-        Metric.SKIPPED: record.skipped_updates,
-        Metric.SLOW_RANK: record.slow_rank,
-        Metric.SLOW: record.slow_s,
-        Metric.BUBBLE: record.bubble_measured,
-        Metric.BUBBLE_PREDICTED: record.bubble_predicted,
+        metric: getattr(record, name) for metric, name in _AS_RECORDED.items()
     }
     if seconds > 0:
         if record.step_predicted_s:
@@ -258,6 +256,37 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
     if record.memory_limit_bytes is not None:
         found[Metric.MEMORY_LIMIT] = record.memory_limit_bytes / _GIB
     return {name: value for name, value in found.items() if value is not None}
+
+
+def record_of(line: Mapping[str, Any], where: str) -> StepRecord:
+    """The measurements in a line of the file; what is not there, or is no number, is unknown, or 0."""
+    step, peaks = line.get("step"), line.get(Metric.MEMORY_BY_RANK, [])
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise UsageError(f"{where}: step is {shown(step)}, but it must be a whole number. {FOREIGN}")
+    where = f"{where}, step {step}"
+    if not isinstance(peaks, list):
+        raise UsageError(
+            f"{where}: {Metric.MEMORY_BY_RANK} is {shown(peaks)}, but it must be a list. {FOREIGN}"
+        )
+
+    def read(metric: Metric, *, times: float = 1.0) -> Any:
+        number = number_or_none(line, metric, where)
+        return None if number is None else number * times
+
+    known = {name: read(metric) for metric, name in _AS_RECORDED.items()}
+    known |= {name: int(known[name]) for name in ("slow_rank", "skipped_updates") if known[name] is not None}
+    seconds = known["seconds"] or 0.0
+    if line.get(Metric.LOSS) is not None:
+        known["loss"] = to_number(line[Metric.LOSS], Metric.LOSS, where)
+    return StepRecord(
+        **{**known, "seconds": seconds},
+        step=step,
+        samples=read(Metric.SAMPLES, times=seconds) or 0,
+        tokens=read(Metric.TOKENS, times=seconds),
+        flops=read(Metric.COMPUTE, times=seconds),
+        memory_bytes=tuple(to_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
+        memory_limit_bytes=read(Metric.MEMORY_LIMIT, times=_GIB),
+    )
 
 
 class MetricsLog:
@@ -307,21 +336,13 @@ _FIRST_BYTES, _LAST_BYTES = 2**14, 2**19
 """Of a long file; the last ones are those of a thousand steps or so."""
 
 
-def read_first_and_last(path: Path) -> tuple[Records, int]:
-    """The lines of the steps of a run, and how many steps it has made.
-
-    Of a long file, the first line and the last ones alone: steps have successive numbers.
-    """
+def read_first_and_last(path: Path) -> Records:
+    """The lines of the steps of a run; of a long file, the first line and the last ones alone."""
     if not path.is_file() or path.stat().st_size <= _FIRST_BYTES + _LAST_BYTES:
-        steps = read_steps(path)
-        return steps, len({finite(each.get("step"), "step", str(path)) for each in steps})
+        return read_steps(path)
     with path.open("rb") as file:
         first = next(iter(_parsed(file.read(_FIRST_BYTES).split(b"\n")[:1])), None)
-    last = read_last(path)
-    steps = _each_once(Records([*([] if first is None else [first]), *last]))
-    where = str(path)
-    numbers = [finite(each.get("step"), "step", where) for each in (steps[:1] + steps[-1:])]
-    return steps, int(numbers[-1] - numbers[0]) + 1 if numbers else 0
+    return _each_once(Records([*([] if first is None else [first]), *read_last(path)]))
 
 
 def read_last(path: Path, *, most_bytes: int = _LAST_BYTES, having: bytes = b"") -> list[dict[str, Any]]:

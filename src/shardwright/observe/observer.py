@@ -31,7 +31,7 @@ from shardwright.observe.plan_text import format_plan_briefly
 from shardwright.observe.recorded_steps import RecordedStep, StepsFile
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.observe.run_record import read_record
-from shardwright.observe.summary import RunTotals, format_end, own_replicas
+from shardwright.observe.summary import RunTotals, format_end
 from shardwright.observe.timeline import MeasuredEvent, chrome_trace
 from shardwright.observe.trackers import Run, Tracker, Tracking, check_installed, named_trackers
 from shardwright.plan import Plan
@@ -220,7 +220,6 @@ class Observer:
                 format_end(
                     self._totals,
                     self._plan,
-                    replicas=own_replicas(self._plan),
                     ended=ended,
                     further=further,
                     spent=told,

@@ -16,12 +16,10 @@ has least: of these, only what they do between steps tells them apart.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from shardwright.observe.metrics import Metric, number_or_none
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds
 
@@ -203,23 +201,3 @@ class Stragglers:
         """When it is over: what goes on is no pause."""
         self._pauses += 1
         return Slow(pause.rank, 0.0, pause.told) if self._pauses <= _MOST_PAUSES else None
-
-
-def told_of_slow(steps: Iterable[Mapping[str, Any]], where: str = "") -> str:
-    """The rank that others waited for most, by the metrics of steps; empty where there was none.
-
-    >>> slow = {"time/step(s)": 1.0, "ranks/slow(rank)": 1, "ranks/slow(s)": 0.4}
-    >>> told_of_slow([{"time/step(s)": 1.0}, slow])
-    'rank 1: 20%'
-    """
-    seconds: Counter[int] = Counter()
-    whole_s = 0.0
-    for step in steps:
-        whole_s += number_or_none(step, Metric.STEP, where) or 0.0
-        rank = number_or_none(step, Metric.SLOW_RANK, where)
-        if rank is not None:
-            seconds[int(rank)] += number_or_none(step, Metric.SLOW, where) or 0.0  # type: ignore[assignment]
-    if not seconds:
-        return ""
-    ((rank, excess_s),) = seconds.most_common(1)
-    return f"rank {int(rank)}: {min(1.0, excess_s / whole_s):.0%}" if whole_s and excess_s else ""

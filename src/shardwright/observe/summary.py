@@ -9,19 +9,17 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.observe.console import format_loss, format_rate
 from shardwright.observe.goodput import Spent
-from shardwright.observe.metrics import Metric, StepRecord, number_or_none, read_first_and_last, to_number
+from shardwright.observe.metrics import StepRecord, read_first_and_last, record_of
 from shardwright.observe.plan_text import seconds_of_one_process
 from shardwright.observe.run_folder import RunFolder, show_path
-from shardwright.observe.stragglers import told_of_slow
 from shardwright.plan import Plan
 from shardwright.quantities import beside_prediction, format_seconds
 from shardwright.text import align
@@ -31,7 +29,7 @@ _LATEST = 1000
 
 _MOST_SLOW, _TOLD = 3, 0.01
 
-_ALONE = 1.05
+ALONE = 1.05
 """Less than this is the speed of one process."""
 
 _LARGE = 0.1
@@ -43,10 +41,11 @@ _PARTED = 1.15
 
 @dataclass(slots=True)
 class RunTotals:
-    """What the steps of a run came to."""
+    """What the steps of a run came to, as they end, or as its metrics tell of them later."""
 
     steps: int = 0
     last_step: int = 0
+    first_loss: float | None = None
     loss: float | None = None
     _latest: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_LATEST))
     _seconds: float = 0.0
@@ -56,6 +55,7 @@ class RunTotals:
         """Counts a step. The first one traces and plans, so it tells nothing of the others."""
         self.steps += 1
         self.last_step = record.step
+        self.first_loss = record.loss if self.steps == 1 else self.first_loss
         self.loss = record.loss if record.loss is not None else self.loss
         if self.steps == 2:
             self._latest.clear()
@@ -64,19 +64,35 @@ class RunTotals:
         if record.slow_rank is not None:
             self._slow.setdefault(record.slow_rank, []).append(record.slow_s or 0.0)
 
+    def median(self, figure: str) -> float | None:
+        """Of an attribute of the steps; None where none of them knows it."""
+        found = [value for record in self._latest if (value := getattr(record, figure)) is not None]
+        return median(found) if found else None
+
+    def _costs(self) -> list[tuple[float, int]]:
+        """Seconds for which a rank kept the others waiting, and the rank: most first."""
+        return sorted(((sum(each), rank) for rank, each in self._slow.items()), reverse=True)
+
     def slow_ranks(self) -> list[str]:
         """The ranks that the others waited for, the one that cost most first, each in a line."""
-        costs = sorted(((sum(each), rank) for rank, each in self._slow.items()), reverse=True)
         return [
             f"rank {rank} kept the others waiting in {len(self._slow[rank])} of {self.steps} steps: "
             f"{format_seconds(lost_s)}, {min(1.0, lost_s / self._seconds):.0%} of their time"
-            for lost_s, rank in costs[:_MOST_SLOW]
+            for lost_s, rank in self._costs()[:_MOST_SLOW]
             if lost_s > _TOLD * self._seconds
         ]
 
     @property
+    def slowest(self) -> str:
+        """The rank that cost most, in few words; empty where there is none."""
+        lost_s, rank = next(iter(self._costs()), (0.0, 0))
+        return f"rank {rank}: {min(1.0, lost_s / self._seconds):.0%}" if lost_s and self._seconds else ""
+
+    @property
     def step_s(self) -> float:
-        return median(record.seconds for record in self._latest) if self._latest else 0.0
+        """Median seconds of a step; 0 where they are not known."""
+        times = [record.seconds for record in self._latest if record.seconds > 0]
+        return median(times) if times else 0.0
 
     @property
     def rate(self) -> tuple[float, str]:
@@ -88,22 +104,27 @@ class RunTotals:
         return median([record.samples / record.seconds for record in timed] or [0.0]), "samples/s"
 
     @property
-    def work_s(self) -> float | None:
-        """Median seconds for which the ranks of a replica work in a step, all of them together."""
-        found = [record.work_s for record in self._latest if record.work_s is not None]
-        return median(found) if found else None
-
-    @property
     def outside_s(self) -> float:
         """Median seconds of a step in operations that rest on no unit: every rank of a pipeline runs them."""
         return median(record.outside_s or 0.0 for record in self._latest) if self._latest else 0.0
+
+    def speed_up(self, plan: Plan | None) -> float | None:
+        """Seconds of work in a step over its seconds: one process would do it one after the other.
+
+        None where ranks share layers or parameters: their work includes waiting for each other. So it may
+        where nothing was planned.
+        """
+        work_s, step_s = self.median("work_s"), self.step_s
+        if plan is None or plan.mesh.share > 1 or plan.mesh.shard > 1 or work_s is None or not step_s:
+            return None
+        once_s = work_s - self.outside_s * (plan.mesh.pipeline - 1)
+        return once_s * plan.mesh.data / step_s
 
 
 def format_end(
     totals: RunTotals,
     plan: Plan | None,
     *,
-    replicas: int | None,
     ended: str = "done",
     further: Sequence[str] = (),
     spent: Sequence[str] = (),
@@ -116,9 +137,9 @@ def format_end(
     parts = [f"{ended}: {steps}{loss}", *([f"{format_rate(rate)} {unit}"] if rate else [])]
     predicted_s = plan.prediction.step_s if plan is not None and plan.prediction is not None else 0.0
     measured_s = totals.step_s
-    speed_up = _speed_up(totals, plan, replicas)
+    speed_up = totals.speed_up(plan) or 0.0
     # What makes a step take twice its time makes the work in it longer, too, with which it is compared.
-    if speed_up is not None and not 0 < 2 * predicted_s < measured_s:
+    if speed_up > ALONE and not 0 < 2 * predicted_s < measured_s:
         parts.append(f"{speed_up:.2f} times one process")
     step = f"step {format_seconds(measured_s)}"
     if totals.steps == 1:
@@ -132,31 +153,6 @@ def format_end(
     if further:
         lines.append("  " + "; ".join(further))
     return "\n".join(lines)
-
-
-def own_replicas(plan: Plan | None) -> int | None:
-    """The replicas of the model whose ranks' seconds of work one process would take.
-
-    None where ranks share layers or parameters: their work includes waiting for each other. So it may where
-    nothing was planned.
-    """
-    if plan is None or plan.mesh.share > 1 or plan.mesh.shard > 1:
-        return None
-    return plan.mesh.data
-
-
-def work_of_one_process(work_s: float, outside_s: float, plan: Plan | None) -> float:
-    """Seconds of the work of a replica's ranks in one process, which runs once what each of them runs."""
-    return work_s - outside_s * (0 if plan is None else plan.mesh.pipeline - 1)
-
-
-def _speed_up(totals: RunTotals, plan: Plan | None, replicas: int | None) -> float | None:
-    """Seconds of work in a step over its seconds: one process would do it one after the other."""
-    work_s, step_s = totals.work_s, totals.step_s
-    if work_s is None or not step_s or replicas is None:
-        return None
-    found = work_of_one_process(work_s, totals.outside_s, plan) * replicas / step_s
-    return found if found > _ALONE else None
 
 
 def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
@@ -174,7 +170,7 @@ def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
     if plan.prediction.provenance == "estimated":
         return [f"{begin}, which rests on estimates: profile: measured times the units"]
     alone_s = seconds_of_one_process(plan)
-    work_s = totals.work_s
+    work_s = totals.median("work_s")
     if work_s is None or not alone_s:
         return [begin]
     slower = work_s / alone_s
@@ -245,31 +241,35 @@ def format_summary(summary: RunSummary) -> str:
 def summarize(folder: RunFolder | str | os.PathLike[str]) -> RunSummary:
     """Reads the outcome of a run from its folder."""
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
-    records, num_steps = read_first_and_last(found.metrics_file)
-    if not records:
-        raise UsageError(
-            f"{show_path(found.metrics_file)} holds no step. Run the training first, or name another folder."
-        )
-    where = show_path(found.metrics_file)
-    steady = records[1:][-_LATEST:] or records
-    tokens = _median(steady, Metric.TOKENS, where)
+    lines, where = read_first_and_last(found.metrics_file), show_path(found.metrics_file)
+    if not lines:
+        raise UsageError(f"{where} holds no step. Run the training first, or name another folder.")
+    totals = totals_of(record_of(line, where) for line in lines)
+    rate, unit = totals.rate
     plan = Plan.read(found.plan_file) if found.plan_file.exists() else None
     return RunSummary(
-        steps=num_steps,
-        first_loss=_loss(records[0], where),
-        final_loss=_loss(records[-1], where),
-        throughput=tokens if tokens is not None else _median(steady, Metric.SAMPLES, where),
-        throughput_unit="tok/s" if tokens is not None else "samples/s",
-        step_s=_median(steady, Metric.STEP, where),
-        step_predicted_s=_median(steady, Metric.STEP_PREDICTED, where),
-        bubble=_median(steady, Metric.BUBBLE, where),
-        bubble_predicted=_median(steady, Metric.BUBBLE_PREDICTED, where),
+        steps=totals.last_step - lines[0]["step"] + 1,
+        first_loss=totals.first_loss,
+        final_loss=totals.loss,
+        throughput=rate or None,
+        throughput_unit=unit,
+        step_s=totals.step_s or None,
+        step_predicted_s=totals.median("step_predicted_s"),
+        bubble=totals.median("bubble_measured"),
+        bubble_predicted=totals.median("bubble_predicted"),
         stages=None if plan is None else plan.table(),
         folder=found.path,
-        spent=Spent.of_metrics(records, where),
-        slow_rank=told_of_slow(records, where),
-        left_out=records.left_out,
+        spent=Spent.of_metrics(lines, where),
+        slow_rank=totals.slowest,
+        left_out=lines.left_out,
     )
+
+
+def totals_of(records: Iterable[StepRecord]) -> RunTotals:
+    totals = RunTotals()
+    for record in records:
+        totals.add(record)
+    return totals
 
 
 def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
@@ -297,13 +297,3 @@ def _against(measured: str, predicted_s: float | None, measured_s: float) -> str
     if not predicted_s or measured_s <= 0:
         return f"{measured} measured"
     return f"{measured}, {beside_prediction(measured_s, predicted_s)}"
-
-
-def _median(records: list[dict[str, Any]], name: str, where: str) -> float | None:
-    values = [value for record in records if (value := number_or_none(record, name, where)) is not None]
-    return median(values) if values else None
-
-
-def _loss(record: Mapping[str, Any], where: str) -> float | None:
-    value = record.get(Metric.LOSS)
-    return None if value is None else to_number(value, Metric.LOSS, where)

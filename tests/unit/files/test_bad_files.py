@@ -120,10 +120,10 @@ def test_a_mark_of_byte_order_is_passed_over(reader, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"step": [1]}', "step is [1], but it must be a number"),
+        ('{"step": [1]}', "step is [1], but it must be a whole number"),
         ('{"step": 1, "train/loss": "low"}', "train/loss is 'low', but it must be a number"),
         ('{"step": 1, "time/step(s)": {}}', "time/step(s) is {}, but it must be a number"),
-        ('{"step": "NaN"}', "step is nan, but it must be finite"),
+        ('{"step": "NaN"}', "step is 'NaN', but it must be a whole number"),
         ('{"step": 1, "memory/peak_by_rank(GiB)": 3}', "(GiB) is 3, but it must be a list"),
     ],
 )

@@ -20,6 +20,7 @@ import pytest
 from shardwright.observe.doctor import examine
 from shardwright.observe.report.facts import read_facts
 from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.summary import RunTotals
 from shardwright.observe.surroundings import commit_of, surroundings
 
 
@@ -62,7 +63,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
 def facts_of(tmp_path: Path, **fields: object):
     document = {"version": 1, "script": "train.py", "state": "finished", "begun_s": 1.0, **fields}
     (tmp_path / "run.json").write_text(json.dumps(document))
-    return read_facts(RunFolder(tmp_path))
+    return read_facts(RunFolder(tmp_path), RunTotals())
 
 
 def test_a_command_without_its_secrets(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shardwright.observe import observer as report_at_end
 from shardwright.observe.report import ReportData, gather, render_page, write_report
 from shardwright.observe.report.charts import charts
 from shardwright.observe.run_record import RunRecord
-from shardwright.observe.summary import own_replicas
+from shardwright.observe.summary import totals_of
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds
 
@@ -198,9 +198,10 @@ def test_ranks_that_share_layers_or_parameters_do_not_tell_what_one_process_take
 ) -> None:
     """Bug: "1.93 times one process", of two tensor-parallel ranks that waited for each other."""
     plan = planned(data=2)
-    assert own_replicas(plan) == 2
-    assert own_replicas(plan.model_copy(update={"mesh": plan.mesh.model_copy(update=shared)})) is None
-    assert own_replicas(None) is None
+    totals = totals_of([StepRecord(step=1, seconds=2.0, samples=8, work_s=3.0)])
+    assert totals.speed_up(plan) == 3.0
+    assert totals.speed_up(plan.model_copy(update={"mesh": plan.mesh.model_copy(update=shared)})) is None
+    assert totals.speed_up(None) is None
 
 
 def test_what_the_run_was(tmp_path: Path) -> None:

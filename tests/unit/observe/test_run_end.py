@@ -29,11 +29,11 @@ def totals(*seconds: float, **fields: Any) -> RunTotals:
 
 
 def predicting(step_s: float, **fields: Any) -> Plan:
+    """Of one replica."""
     plan = two_stage_plan()
     assert plan.prediction is not None
-    return plan.model_copy(
-        update={"prediction": plan.prediction.model_copy(update={"step_s": step_s, **fields})}
-    )
+    predicted = plan.prediction.model_copy(update={"step_s": step_s, **fields})
+    return plan.model_copy(update={"prediction": predicted, "mesh": plan.mesh.model_copy(update={"data": 1})})
 
 
 # Three microbatches of two stages that take 0.3 s each: 1.8 s of work in a step.
@@ -41,7 +41,7 @@ def predicting(step_s: float, **fields: Any) -> Plan:
 
 def test_one_line_where_all_went_as_predicted() -> None:
     found = totals(9.0, 1.0, 1.1, 1.2, loss=3.2145, tokens=440, work_s=1.8)
-    assert format_end(found, predicting(1.2), replicas=1, further=["report runs/a/report.html"]) == (
+    assert format_end(found, predicting(1.2), further=["report runs/a/report.html"]) == (
         "done: 4 steps, loss 3.2145 | 400 tok/s | 1.64 times one process | "
         "step 1.10 s, 8% faster than predicted (1.20 s)\n"
         "  report runs/a/report.html"
@@ -51,7 +51,7 @@ def test_one_line_where_all_went_as_predicted() -> None:
 def test_code_outside_of_the_units_is_told() -> None:
     """A frozen teacher beside the model: "units took 34 times what they took alone", they said."""
     found = totals(9.0, 4.0, 4.0, work_s=5.0, outside_s=1.6)
-    assert format_end(found, predicting(1.0), replicas=1) == (
+    assert format_end(found, predicting(1.0)) == (
         "done: 3 steps | 2.00 samples/s | step 4.00 s, 4.0 times the predicted 1.00 s\n"
         "  the step took 4.0 times its prediction: 1.60 s of it are code outside of the model's units, which "
         "every rank runs and this plan does not count (a teacher? make it a part of the wrapped model)"
@@ -60,7 +60,7 @@ def test_code_outside_of_the_units_is_told() -> None:
 
 def test_a_first_step_is_not_compared() -> None:
     """It traces and plans: "the step took 1116.7 times its prediction" said nothing."""
-    assert format_end(totals(2.0), predicting(0.01), replicas=1) == (
+    assert format_end(totals(2.0), predicting(0.01)) == (
         "done: 1 step | 4.00 samples/s | step 2.00 s, which traced and planned"
     )
 
@@ -80,12 +80,12 @@ def test_a_first_step_is_not_compared() -> None:
     ],
 )
 def test_the_reason_where_they_part(seconds: float, work_s: float | None, reason: str) -> None:
-    line = format_end(totals(9.0, seconds, work_s=work_s), predicting(1.2), replicas=1).splitlines()[1]
+    line = format_end(totals(9.0, seconds, work_s=work_s), predicting(1.2)).splitlines()[1]
     assert line.startswith(f"  the step took {reason}")
 
 
 def test_a_prediction_from_estimates_says_so() -> None:
-    text = format_end(totals(9.0, 2.4), predicting(1.2, provenance="estimated"), replicas=1)
+    text = format_end(totals(9.0, 2.4), predicting(1.2, provenance="estimated"))
     assert "which rests on estimates: profile: measured times the units" in text
 
 

@@ -10,7 +10,8 @@ import pytest
 from observe.plans import two_stage_plan
 from shardwright.observe.goodput import Goodput, Spent
 from shardwright.observe.metrics import Metric, StepRecord
-from shardwright.observe.stragglers import Stragglers, told_of_slow
+from shardwright.observe.stragglers import Stragglers
+from shardwright.observe.summary import totals_of
 
 
 @pytest.fixture
@@ -137,11 +138,10 @@ def test_a_single_rank_has_nobody_to_keep_waiting():
 
 
 def test_the_rank_that_cost_most_is_told_of_a_run():
-    steps = [{"time/step(s)": 1.0} for _ in range(6)]
-    for step, rank in zip(steps, (0, 1, 1), strict=False):
-        step |= {"ranks/slow(rank)": rank, "ranks/slow(s)": 0.5}
-    assert told_of_slow(steps) == "rank 1: 17%"
-    assert told_of_slow(steps[3:]) == ""
+    slow = [{"slow_rank": rank, "slow_s": 0.5} for rank in (0, 1, 1)] + [{}] * 3
+    steps = [StepRecord(step=n, seconds=1.0, samples=8, **each) for n, each in enumerate(slow, start=1)]
+    assert totals_of(steps).slowest == "rank 1: 17%"
+    assert totals_of(steps[3:]).slowest == ""
 
 
 def life(begun_s, steps, *, each_s=2.0, before=(), start_s=10.0, slow_s=None):

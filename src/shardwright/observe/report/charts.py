@@ -199,8 +199,8 @@ def charts(data: ReportData) -> dict[str, Figure]:
         found["loss"] = line_chart("loss", numbers, [step.loss for step in data.steps], "loss")
     # The first step traces and plans: it would flatten the others.
     steady = data.steps[1:] or data.steps
-    if any(step.step_s is not None for step in steady):
-        times = [step.step_s for step in steady]
+    times = [step.seconds or None for step in steady]
+    if any(times):
         predicted_s = data.compared[0].predicted
         found["steps"] = _step_times([step.step for step in steady], times, predicted_s)
     return found

@@ -1,12 +1,13 @@
 """Gathers all data of a report from a run folder or a plan file, before anything is drawn."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.observe.metrics import read_steps
+from shardwright.observe.metrics import Records, StepRecord, read_steps, record_of
 from shardwright.observe.report.facts import (
     MemoryRow,
     RunFacts,
@@ -20,9 +21,7 @@ from shardwright.observe.report.facts import (
 from shardwright.observe.report.measured import (
     MeasuredTimeline,
     Span,
-    StepMetrics,
     choose_ranks,
-    read_metrics,
     read_recorded,
     scaled,
     seconds_of_stages,
@@ -30,8 +29,9 @@ from shardwright.observe.report.measured import (
     thin,
 )
 from shardwright.observe.report.parts import Compared, StepPart, predicted_factor, step_parts
-from shardwright.observe.report.verdict import Verdict, judge, typical_step_s
-from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.report.verdict import Verdict, judge
+from shardwright.observe.run_folder import RunFolder, show_path
+from shardwright.observe.summary import totals_of
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.replay import Replay, base_setting, play
 from shardwright.planner.waterfall import RankMemory, Waterfall, break_down, memory_over_time
@@ -97,7 +97,7 @@ class ReportData:
     memory: tuple[MemoryRow, ...]
     verdict: Verdict | None
     facts: RunFacts | None
-    steps: tuple[StepMetrics, ...]
+    steps: tuple[StepRecord, ...]
     peak_by_rank: tuple[float, ...]
     notes: tuple[str, ...]
     trace_file: str | None
@@ -128,7 +128,7 @@ class ReportData:
             ],
             "verdict": None if self.verdict is None else {**asdict(self.verdict), "text": str(self.verdict)},
             "facts": None if self.facts is None else asdict(self.facts),
-            "steps": [asdict(step) for step in self.steps],
+            "steps": [_of_step(step) for step in self.steps],
             "peak_by_rank_bytes": list(self.peak_by_rank),
             "notes": list(self.notes),
             "trace_file": self.trace_file,
@@ -159,12 +159,11 @@ def gather(path: Path) -> ReportData:
             "plan for them: shardwright search MODEL FILE"
         )
     if not path.is_dir():
-        return _put_together(path.stem, Plan.read(path), steps=(), recorded=(), trace_file=None, facts=None)
+        return _put_together(path.stem, Plan.read(path))
     folder = RunFolder(path.absolute())
     plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
     records = read_steps(folder.metrics_file)
-    steps = read_metrics(records, folder.metrics_file)
-    if plan is None and not steps:
+    if plan is None and not records:
         raise UsageError(
             f"{printable(str(path))} holds neither plan.json nor metrics.jsonl: it is no run folder, or the "
             "run ended before its first step. Name another: shardwright runs"
@@ -172,29 +171,52 @@ def gather(path: Path) -> ReportData:
     return _put_together(
         folder.path.name,
         plan,
-        steps=steps,
-        recorded=read_recorded(folder),
-        trace_file=folder.trace_file.name if folder.trace_file.exists() else None,
-        facts=read_facts(folder),
-        left_out=records.left_out,
+        records,
+        folder=folder,
     )
+
+
+def _of_step(step: StepRecord) -> dict[str, Any]:
+    """A step for programs."""
+    return {
+        "step": step.step,
+        "loss": step.loss,
+        "step_s": step.seconds or None,
+        "update_s": step.update_s,
+        "peak_bytes": list(step.memory_bytes or ()),
+        "limit_bytes": step.memory_limit_bytes,
+        "tokens_per_s": step.tokens / step.seconds if step.tokens and step.seconds else None,
+        "samples_per_s": step.samples / step.seconds if step.samples and step.seconds else None,
+        "work_s": step.work_s,
+        "bubble": step.bubble_measured,
+        "outside_s": step.outside_s,
+    }
 
 
 def _put_together(
     name: str,
     plan: Plan | None,
+    lines: Records | None = None,
     *,
-    steps: tuple[StepMetrics, ...],
-    recorded: tuple[MeasuredTimeline, ...],
-    trace_file: str | None,
-    facts: RunFacts | None,
-    left_out: str = "",
+    folder: RunFolder | None = None,
 ) -> ReportData:
-    step_s = typical_step_s(steps)
-    timeline = _most_typical(recorded, step_s)
+    """Of a run in a folder, or of a plan alone."""
+    lines = lines or Records()
+    where = "" if folder is None else show_path(folder.metrics_file)
+    found = [record_of(line, where) for line in lines]
+    totals = totals_of(found)
+    # What is drawn needs numbers.
+    steps = tuple(
+        replace(step, loss=None) if step.loss is not None and not math.isfinite(step.loss) else step
+        for step in found
+    )
+    recorded = () if folder is None else read_recorded(folder)
+    facts = None if folder is None else read_facts(folder, totals)
+    has_trace = folder is not None and folder.trace_file.exists()
+    timeline = _most_typical(recorded, totals.step_s)
     num_ranks = plan.mesh.pipeline if plan is not None else _num_ranks(timeline)
     replay = None if plan is None or plan.prediction is None else play(base_setting(plan))
-    limit_bytes = next((step.limit_bytes for step in reversed(steps) if step.limit_bytes), None)
+    limit_bytes = next((s.memory_limit_bytes for s in reversed(steps) if s.memory_limit_bytes), None)
     ranks = choose_ranks(num_ranks, important=_important(plan, replay))
     predicted = None
     if plan is not None and replay is not None:
@@ -210,7 +232,7 @@ def _put_together(
         plan=plan,
         ranks=ranks,
         num_ranks=num_ranks,
-        compared=compare_figures(plan, steps, peaks, memory),
+        compared=compare_figures(plan, totals, peaks, memory),
         spent=compare_spent(replay, timeline, num_ranks),
         stage_seconds=stage_seconds,
         predicted=predicted,
@@ -218,20 +240,20 @@ def _put_together(
         recorded=tuple(_thinned(each, ranks) for each in recorded),
         parts=parts,
         memory=memory,
-        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s),
+        verdict=judge(plan, totals, parts, waterfall, stages),
         facts=facts,
         steps=steps,
         peak_by_rank=peaks,
-        notes=(*_notes(plan, steps, timeline, run=facts is not None), *filter(None, [left_out])),
-        trace_file=trace_file,
+        notes=(*_notes(plan, steps, timeline, run=facts is not None), *filter(None, [lines.left_out])),
+        trace_file="trace.json" if has_trace else None,
     )
 
 
-def _most_typical(recorded: Sequence[MeasuredTimeline], step_s: float | None) -> MeasuredTimeline | None:
+def _most_typical(recorded: Sequence[MeasuredTimeline], step_s: float) -> MeasuredTimeline | None:
     """The recorded step whose duration is nearest to that of a step; of two alike, the later one."""
     if not recorded:
         return None
-    if step_s is None:
+    if not step_s:
         return recorded[-1]
     return min(reversed(recorded), key=lambda each: abs(each.seconds - step_s))
 
@@ -301,7 +323,7 @@ def _num_ranks(timeline: MeasuredTimeline | None) -> int:
 
 
 def _notes(
-    plan: Plan | None, steps: Sequence[StepMetrics], timeline: MeasuredTimeline | None, *, run: bool
+    plan: Plan | None, steps: Sequence[StepRecord], timeline: MeasuredTimeline | None, *, run: bool
 ) -> tuple[str, ...]:
     found = []
     if plan is None:
@@ -323,6 +345,6 @@ def _notes(
         )
     if run and not steps:
         found.append("No step was done, so nothing was measured.")
-    if run and steps and not any(step.peak_bytes for step in steps):
+    if run and steps and not any(step.memory_bytes for step in steps):
         found.append("The run measured no memory.")
     return tuple(found)

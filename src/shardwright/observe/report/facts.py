@@ -10,29 +10,26 @@ Temporaries of an operation are gone at the end of its action, so the prediction
 without them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.files import UserFile
 from shardwright.mesh import Mesh
 from shardwright.observe.goodput import Spent
-from shardwright.observe.metrics import read_json_lines, read_last
-from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, StepMetrics, simulated_spans
+from shardwright.observe.metrics import StepRecord, read_json_lines, read_last
+from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, simulated_spans
 from shardwright.observe.report.parts import Beside, Compared
-from shardwright.observe.report.verdict import typical_step_s
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record
-from shardwright.observe.stragglers import told_of_slow
+from shardwright.observe.summary import RunTotals
 from shardwright.observe.surroundings import without_secrets
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.replay import Replay
 
-_T = TypeVar("_T")
 _UNSHOWN = frozenset({"run_dir", "run_name", "ignored"})
 
 
@@ -78,11 +75,10 @@ class RunFacts:
         return [(name, value) for name, value in rows if value]
 
 
-def read_facts(folder: RunFolder) -> RunFacts:
+def read_facts(folder: RunFolder, totals: RunTotals) -> RunFacts:
     """What the files of a run tell; a file that cannot be read tells nothing."""
     record = read_record(folder)
     surroundings = _events(folder)
-    last = read_last(folder.metrics_file)
     begun_s = 0.0 if record is None else record.begun_s
     command = "" if record is None else record.command or " ".join((record.script, *record.arguments))
     return RunFacts(
@@ -92,8 +88,8 @@ def read_facts(folder: RunFolder) -> RunFacts:
         # A run writes its report before its launcher writes how it ended.
         state="" if record is None or record.state == "running" else record.state,
         begun=datetime.fromtimestamp(begun_s, UTC).strftime("%Y-%m-%d %H:%M UTC") if begun_s else "",
-        spent=str(_read(Spent.of_metrics, last) or ""),
-        slow_rank=_read(told_of_slow, last) or "",
+        spent=_spent(read_last(folder.metrics_file)),
+        slow_rank=totals.slowest,
         machine=_texts(surroundings.get("machine")),
         versions=_texts(surroundings.get("versions")),
         commit=_text(surroundings.get("commit")),
@@ -101,11 +97,11 @@ def read_facts(folder: RunFolder) -> RunFacts:
     )
 
 
-def _read(what: Callable[[Sequence[dict[str, Any]]], _T], lines: Sequence[dict[str, Any]]) -> _T | None:
+def _spent(lines: Sequence[dict[str, Any]]) -> str:
     try:
-        return what(lines)
+        return str(Spent.of_metrics(lines) or "")
     except UsageError:
-        return None
+        return ""
 
 
 def _events(folder: RunFolder) -> dict[str, Any]:
@@ -184,17 +180,16 @@ def _at_ends(memory: MemoryPrediction) -> float:
 
 
 def compare_figures(
-    plan: Plan | None, steps: Sequence[StepMetrics], peaks: Sequence[float], rows: Sequence[MemoryRow]
+    plan: Plan | None, totals: RunTotals, peaks: Sequence[float], rows: Sequence[MemoryRow]
 ) -> tuple[Compared, ...]:
     """Step time, the optimizer's update and peak memory."""
     prediction = plan.prediction if plan is not None else None
-    updates = [step.update_s for step in steps if step.update_s is not None]
     return (
-        Compared("step time (s)", prediction.step_s if prediction else None, typical_step_s(steps)),
+        Compared("step time (s)", prediction.step_s if prediction else None, totals.step_s or None),
         Compared(
             "optimizer's update (s)",
             prediction.update_s or None if prediction else None,
-            median(updates) if updates else None,
+            totals.median("update_s"),
         ),
         _peak_memory(plan, peaks, rows),
     )
@@ -248,11 +243,12 @@ def _means(spans: Sequence[Span], num_ranks: int) -> tuple[float | None, ...]:
     return sums["forward"], sums["backward"], end_s - sum(sums.values())
 
 
-def peaks_by_rank(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
+def peaks_by_rank(plan: Plan | None, steps: Sequence[StepRecord]) -> tuple[float, ...]:
     """Measured peak of each pipeline rank: the largest over its replicas and over all steps."""
     by_rank: Mapping[int, float] = {}
     for step in steps:
-        by_rank = {r: max(peak, by_rank.get(r, 0.0)) for r, peak in enumerate(step.peak_bytes)} or by_rank
+        peaks = enumerate(step.memory_bytes or ())
+        by_rank = {rank: max(peak, by_rank.get(rank, 0.0)) for rank, peak in peaks} or by_rank
     if plan is None or len(by_rank) != plan.mesh.world_size:
         return tuple(by_rank.values())
     mesh = Mesh.of(

@@ -3,15 +3,10 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
-from shardwright.errors import UsageError
-from shardwright.observe.metrics import FOREIGN, Metric, number_or_none, to_number
 from shardwright.observe.recorded_steps import RecordedStep, read_recorded_steps
 from shardwright.observe.run_folder import RunFolder
 from shardwright.schedule import Kind, Simulation
-from shardwright.text import printable, shown
 
 MOST_LANES = 24
 """Ranks shown one by one; of more, some stand for all."""
@@ -130,9 +125,6 @@ def thin(spans: Sequence[Span], ranks: Sequence[int]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-_GIB = 2**30
-
-
 @dataclass(frozen=True, slots=True)
 class MeasuredTimeline:
     """What all pipeline ranks did in one step, as measured.
@@ -154,62 +146,6 @@ class MeasuredTimeline:
     def schedule_s(self) -> float:
         """From the start of the first work to the end of the last."""
         return max((span.end_s for span in self.spans if span.kind in WORK), default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """One line of ``metrics.jsonl``; None where a figure is not known.
-
-    Attributes:
-        loss: mean over the batch; None also where it is no number.
-        update_s: seconds of the optimizer's update before it.
-        peak_bytes: peak memory of each world rank so far.
-        work_s: seconds that the ranks of a replica worked, added up.
-        bubble: idle share of the ranks' time, 0 to 1.
-        outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs.
-    """
-
-    step: int
-    loss: float | None
-    step_s: float | None
-    update_s: float | None
-    peak_bytes: tuple[float, ...]
-    limit_bytes: float | None
-    tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    work_s: float | None = None
-    bubble: float | None = None
-    outside_s: float | None = None
-
-
-def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[StepMetrics, ...]:
-    found: dict[int, StepMetrics] = {}
-    for number, record in enumerate(records, start=1):
-        where = f"{printable(str(path))}, record {number}"
-        step = record.get("step")
-        if not isinstance(step, int) or isinstance(step, bool):
-            raise UsageError(f"{where}: step is {shown(step)}, but it must be a whole number. {FOREIGN}")
-        peaks = record.get(Metric.MEMORY_BY_RANK, [])
-        if not isinstance(peaks, list):
-            raise UsageError(
-                f"{where}: {Metric.MEMORY_BY_RANK} is {shown(peaks)}, but it must be a list. {FOREIGN}"
-            )
-        limit_gib = number_or_none(record, Metric.MEMORY_LIMIT, where)
-        # A step that was done again after a restart counts as it was done last.
-        found[step] = StepMetrics(
-            step=step,
-            loss=number_or_none(record, Metric.LOSS, where),
-            step_s=number_or_none(record, Metric.STEP, where),
-            update_s=number_or_none(record, Metric.UPDATE, where),
-            peak_bytes=tuple(to_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
-            limit_bytes=None if limit_gib is None else limit_gib * _GIB,
-            tokens_per_s=number_or_none(record, Metric.TOKENS, where),
-            samples_per_s=number_or_none(record, Metric.SAMPLES, where),
-            work_s=number_or_none(record, Metric.WORK, where),
-            bubble=number_or_none(record, Metric.BUBBLE, where),
-            outside_s=number_or_none(record, Metric.OUTSIDE, where),
-        )
-    return tuple(found[step] for step in sorted(found))
 
 
 def read_recorded(folder: RunFolder) -> tuple[MeasuredTimeline, ...]:

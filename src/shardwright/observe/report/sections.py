@@ -369,9 +369,9 @@ def reasons(plan: Plan | None) -> str:
 def metrics(data: ReportData, plots: Mapping[str, Figure]) -> str:
     loss = plot(plots, "loss", label="Loss over the steps")
     steps = plot(plots, "steps", label="Seconds of each step")
-    first_s = data.steps[0].step_s if len(data.steps) > 1 else None
+    first_s = data.steps[0].seconds if len(data.steps) > 1 else 0.0
     note = ""
-    if first_s is not None:
+    if first_s:
         note = (
             f'<p class="soft">Without the first step, {format_seconds(first_s)}, which traces and plans.</p>'
         )

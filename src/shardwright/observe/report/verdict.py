@@ -20,12 +20,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from shardwright.observe.console import format_rate
-from shardwright.observe.report.measured import StepMetrics
 from shardwright.observe.report.parts import StepPart, worst_of
-from shardwright.observe.summary import own_replicas, work_of_one_process
+from shardwright.observe.summary import ALONE, RunTotals
 from shardwright.plan import Plan
 from shardwright.planner.profiles import NOT_CUT_FURTHER
 from shardwright.planner.replay import sensitivities
@@ -156,10 +154,6 @@ def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     )
 
 
-_ALONE = 1.05
-"""Less than this is the speed of one process."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a run came to; None where it is not known.
@@ -188,7 +182,7 @@ class Verdict:
         if self.rate is not None:
             found.append(f"{format_rate(self.rate)} {self.rate_unit}")
         is_doubtful = self.slower is not None and self.slower > 1  # as at the end of a run
-        if self.speed_up is not None and self.speed_up > _ALONE and not is_doubtful:
+        if self.speed_up is not None and self.speed_up > ALONE and not is_doubtful:
             found.append(f"{self.speed_up:.2f} times one process")
         if self.idle is not None:
             found.append(f"{self.idle:.0%} idle")
@@ -204,60 +198,29 @@ class Verdict:
         return f"{', '.join(self.figures)}. Next: {self.next}"
 
 
-def typical_step_s(steps: Sequence[StepMetrics]) -> float | None:
-    """Median seconds of a step, without the first one, which traces and plans; None where none is known."""
-    times = [step.step_s for step in (steps[1:] or steps) if step.step_s is not None]
-    return median(times) if times else None
-
-
 def judge(
     plan: Plan | None,
-    steps: Sequence[StepMetrics],
+    totals: RunTotals,
     parts: Sequence[StepPart],
     waterfall: Waterfall | None,
     stages: Sequence[tuple[int, float]],
-    *,
-    step_s: float | None,
 ) -> Verdict | None:
     """The verdict on a run or plan; None where neither was anything measured nor predicted."""
     prediction = None if plan is None else plan.prediction
-    predicted_s = None if prediction is None else prediction.step_s
-    found_s = step_s if step_s is not None else predicted_s
-    if found_s is None:
+    predicted_s = 0.0 if prediction is None else prediction.step_s
+    measured = totals.step_s > 0
+    if not measured and not predicted_s:
         return None
-    steady = steps[1:] or steps
-    tokens = [step.tokens_per_s for step in steady if step.tokens_per_s is not None]
-    samples = [step.samples_per_s for step in steady if step.samples_per_s is not None]
-    rates = tokens or samples
-    idle = [step.bubble for step in steady if step.bubble is not None]
-    predicted_idle = None if prediction is None or step_s is not None else prediction.bubble
-    slower = None if step_s is None or not predicted_s else step_s / predicted_s - 1.0
-    outside_s = median(step.outside_s or 0.0 for step in steady) if steady else 0.0
+    slower = totals.step_s / predicted_s - 1.0 if measured and predicted_s else None
+    rate, unit = totals.rate
+    idle = totals.median("bubble_measured")
     return Verdict(
-        step_s=found_s,
-        measured=step_s is not None,
-        rate=median(rates) if rates else None,
-        rate_unit="tok/s" if tokens else "samples/s",
-        speed_up=_speed_up(plan, steady, step_s),
-        idle=median(idle) if idle else predicted_idle,
+        step_s=totals.step_s or predicted_s,
+        measured=measured,
+        rate=rate or None,
+        rate_unit=unit,
+        speed_up=totals.speed_up(plan),
+        idle=prediction.bubble if idle is None and prediction is not None and not measured else idle,
         slower=slower,
-        next=next_step(
-            plan,
-            parts,
-            waterfall,
-            stages,
-            slower=slower,
-            outside_s=outside_s,
-        ),
+        next=next_step(plan, parts, waterfall, stages, slower=slower, outside_s=totals.outside_s),
     )
-
-
-def _speed_up(plan: Plan | None, steps: Sequence[StepMetrics], step_s: float | None) -> float | None:
-    """Seconds of work of all ranks over those of the step."""
-    work = [
-        work_of_one_process(step.work_s, step.outside_s or 0.0, plan)
-        for step in steps
-        if step.work_s is not None
-    ]
-    replicas = own_replicas(plan)  # the metrics have the work of one pipeline
-    return median(work) * replicas / step_s if work and step_s and replicas is not None else None
