@@ -48,7 +48,7 @@ def format_plan_in_full(plan: Plan) -> str:
     if plan.prediction is not None and plan.prediction.memory:
         blocks.append("\n".join(["memory at the peak", *_indented(_memory(plan.prediction.memory))]))
     if plan.alternatives:
-        blocks.append("\n".join(["runners-up", *_indented(_alternatives(plan))]))
+        blocks.append("\n".join(["runners-up", *_indented(alternatives_table(plan))]))
     return "\n\n".join(blocks)
 
 
@@ -136,7 +136,7 @@ def memory_cells(memory: MemoryPrediction) -> tuple[str, ...]:
     return tuple(map(format_bytes, sizes))
 
 
-def _alternatives(plan: Plan) -> str:
+def alternatives_table(plan: Plan) -> str:
     rows = [("schedule", "microbatches", "stages", "step", "verdict")]
     rows += [
         (a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), a.verdict)

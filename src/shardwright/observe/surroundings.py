@@ -54,16 +54,14 @@ _PACKAGES = (
     "lightning",
     "numpy",
 )
-_CPU_INFO = Path("/proc/cpuinfo")
-_MOST_BYTES = 2**20
 
 
-def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[str, Any]:
+def surroundings(script: Path, *, own_version: str, device: str) -> dict[str, Any]:
     loaded = {"shardwright": own_version, "python": platform.python_version()}
     loaded |= {name: found for name in _PACKAGES if (found := _version(name)) is not None}
     machine = {
         "host": socket.gethostname(),
-        "device": device or _processor(),
+        "device": device,
         "cores": str(cores_of_host()),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
     }
@@ -104,23 +102,3 @@ def commit_of(folder: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return found.stdout.strip() if found.returncode == 0 else ""
-
-
-def _text(path: Path) -> str:
-    """The beginning of a regular file; empty where it cannot be read."""
-    try:
-        if not path.is_file():
-            return ""
-        with path.open("rb") as file:
-            return file.read(_MOST_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
-
-
-def _processor() -> str:
-    """The name of the processor, as Linux has it."""
-    for line in _text(_CPU_INFO).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()

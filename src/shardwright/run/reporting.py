@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from shardwright import __version__
 from shardwright.libraries import LIBRARIES_VARIABLE, note_libraries
 from shardwright.observe.console import Phase
@@ -37,7 +35,7 @@ from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
 from shardwright.run.context import Context
 from shardwright.run.launch_settings import settings_from
-from shardwright.run.machine import memory_of_rank
+from shardwright.run.machine import device_name, memory_of_rank
 from shardwright.run.memory import peak_memory
 from shardwright.run.step_recording import BatchRecord, StepRecording
 from shardwright.runtime.action_loop import note_end_of_step
@@ -266,7 +264,7 @@ class Reporter:
         observer.config_resolved(context.config)
         observer.event(
             "surroundings",
-            **surroundings(Path(sys.argv[0]), own_version=__version__, device=_device_name(context)),
+            **surroundings(Path(sys.argv[0]), own_version=__version__, device=device_name(context.device)),
         )
         observer.going_on = self._going_on
         observer.track(self._trackers)
@@ -343,11 +341,6 @@ class Reporter:
         replica = self._context.pipeline_ranks
         longest = max(pipeline_s[rank] for rank in replica) if len(replica) > 1 else 0.0
         return idle_share([busy_s[rank] for rank in replica], step_s=longest) if longest else None
-
-
-def _device_name(context: Context) -> str:
-    """Of a GPU; empty where ranks compute on the processor."""
-    return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
 
 
 def _starts_again() -> bool:

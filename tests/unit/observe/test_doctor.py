@@ -89,7 +89,7 @@ def test_packages_without_metadata_tell_their_version(
     monkeypatch.setattr("importlib.metadata.version", unknown)
     monkeypatch.setitem(sys.modules, "accelerate", telling)
     monkeypatch.setitem(sys.modules, "lightning", silent)
-    versions = surroundings(tmp_path / "train.py", own_version="1")["versions"]
+    versions = surroundings(tmp_path / "train.py", own_version="1", device="a CPU")["versions"]
     assert versions["accelerate"] == "1.2"
     assert "lightning" not in versions
 

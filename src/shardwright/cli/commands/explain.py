@@ -9,14 +9,10 @@ import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.cli.asking.run_path import run_path
-from shardwright.observe.plan_text import MEMORY_COLUMNS, format_plan, memory_cells
+from shardwright.observe.plan_text import MEMORY_COLUMNS, alternatives_table, format_plan, memory_cells
 from shardwright.observe.report.data import Predicted, ReportData, gather
 from shardwright.observe.report.parts import Compared
-from shardwright.plan import Alternative
-from shardwright.planner.replay import (
-    Sensitivity,
-    sensitivities,
-)
+from shardwright.planner.replay import Sensitivity, sensitivities
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text import align
 
@@ -35,7 +31,7 @@ def format_explanation(data: ReportData) -> str:
             blocks.append(_block("memory at the peak of each rank", _memory(data.predicted)))
         blocks.append(_block("what would change it", _sensitivities(sensitivities(data.plan))))
     if data.plan is not None and data.plan.alternatives:
-        blocks.append(_block("runners-up", _alternatives(data.plan.alternatives)))
+        blocks.append(_block("runners-up", alternatives_table(data.plan)))
     return "\n\n".join([*blocks, *data.notes])
 
 
@@ -108,19 +104,8 @@ def _sensitivities(found: Sequence[Sensitivity]) -> str:
     return align(rows)
 
 
-def _alternatives(found: Sequence[Alternative]) -> str:
-    rows = [["schedule", "microbatches", "stages", "step", "verdict"]]
-    for a in found:
-        rows.append([a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), a.verdict])
-    return align(rows)
-
-
 def _block(title: str, text: str) -> str:
-    return "\n".join([title, *_indented(text.splitlines())])
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
+    return "\n".join([title, *(f"  {line}" for line in text.splitlines())])
 
 
 def explain(

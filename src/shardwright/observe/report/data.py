@@ -12,7 +12,6 @@ from shardwright.observe.report.facts import (
     MemoryRow,
     RunFacts,
     compare_figures,
-    compare_spent,
     memory_rows,
     on_cpus,
     peaks_by_rank,
@@ -23,12 +22,11 @@ from shardwright.observe.report.measured import (
     Span,
     choose_ranks,
     read_recorded,
-    scaled,
     seconds_of_stages,
     simulated_spans,
     thin,
 )
-from shardwright.observe.report.parts import Compared, StepPart, predicted_factor, step_parts
+from shardwright.observe.report.parts import Compared, StepPart, spent_of, step_parts
 from shardwright.observe.report.verdict import Verdict, judge
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.observe.summary import totals_of
@@ -219,10 +217,19 @@ def _put_together(
     limit_bytes = next((s.memory_limit_bytes for s in reversed(steps) if s.memory_limit_bytes), None)
     ranks = choose_ranks(num_ranks, important=_important(plan, replay))
     predicted = None
+    spans: tuple[Span, ...] = ()
     if plan is not None and replay is not None:
-        predicted = _predicted(plan, replay, ranks, limit_bytes=limit_bytes)
+        spans = simulated_spans(replay.simulation, factor=replay.setting.crowding)
+        predicted = _predicted(plan, replay, spans, ranks, limit_bytes=limit_bytes)
     waterfall = None if predicted is None else predicted.waterfall
-    parts = step_parts(plan, replay, waterfall, timeline, num_ranks=num_ranks)
+    parts = step_parts(
+        plan,
+        spans,
+        waterfall,
+        timeline,
+        num_ranks=num_ranks,
+        schedule_s=0.0 if predicted is None else predicted.step_s,
+    )
     stage_seconds = {} if timeline is None else seconds_of_stages(timeline.spans)
     stages = _stage_ratios(plan, stage_seconds)
     peaks = peaks_by_rank(plan, steps)
@@ -233,7 +240,7 @@ def _put_together(
         ranks=ranks,
         num_ranks=num_ranks,
         compared=compare_figures(plan, totals, peaks, memory),
-        spent=compare_spent(replay, timeline, num_ranks),
+        spent=spent_of(parts),
         stage_seconds=stage_seconds,
         predicted=predicted,
         timeline=None if timeline is None else _thinned(timeline, ranks),
@@ -275,12 +282,14 @@ def _stage_ratios(
     return tuple(found)
 
 
-def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes: float | None) -> Predicted:
+def _predicted(
+    plan: Plan, replay: Replay, spans: Sequence[Span], ranks: Sequence[int], *, limit_bytes: float | None
+) -> Predicted:
     assert plan.prediction is not None
     conditions = plan.prediction.conditions
     planned_bytes = conditions.memory_limit_bytes if conditions is not None else 0
     memory: tuple[RankMemory, ...] = ()
-    stack, factor = _predicted_memory(plan), predicted_factor(replay)
+    stack, factor = _predicted_memory(plan), replay.setting.crowding
     if stack:
         rows = memory_over_time(replay.simulation, replay.setting.costs, stack)
         memory = tuple(rows[rank] for rank in ranks)
@@ -289,7 +298,7 @@ def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes:
         update_s=plan.prediction.update_s,
         step_s=replay.simulation.step_s * factor,
         idle_s=tuple(seconds * factor for seconds in replay.idle_s),
-        spans=thin(scaled(simulated_spans(replay.simulation), factor), ranks),
+        spans=thin(spans, ranks),
         memory=tuple(
             replace(row, moments=tuple((at_s * factor, held) for at_s, held in row.moments)) for row in memory
         ),

@@ -21,14 +21,13 @@ from shardwright.files import UserFile
 from shardwright.mesh import Mesh
 from shardwright.observe.goodput import Spent
 from shardwright.observe.metrics import StepRecord, read_json_lines, read_last
-from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, simulated_spans
+from shardwright.observe.report.measured import MeasuredTimeline
 from shardwright.observe.report.parts import Beside, Compared
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record
 from shardwright.observe.summary import RunTotals
 from shardwright.observe.surroundings import without_secrets
 from shardwright.plan import MemoryPrediction, Plan
-from shardwright.planner.replay import Replay
 
 _UNSHOWN = frozenset({"run_dir", "run_name", "ignored"})
 
@@ -218,29 +217,6 @@ def on_cpus(plan: Plan | None) -> bool:
         return True
     conditions = plan.prediction.conditions
     return conditions is not None and conditions.cores > 0
-
-
-def compare_spent(
-    replay: Replay | None, timeline: MeasuredTimeline | None, num_ranks: int
-) -> tuple[Compared, ...]:
-    """Forward with code outside of the model, backward, and the rest of the schedule, in which ranks wait."""
-    forward_s, *others = _means(() if replay is None else simulated_spans(replay.simulation), num_ranks)
-    measured = _means(() if timeline is None else timeline.spans, num_ranks)
-    names = ("forward (s)", "backward (s)", "waiting and idle (s)")
-    return tuple(map(Compared, names, (forward_s, *others), measured))
-
-
-def _means(spans: Sequence[Span], num_ranks: int) -> tuple[float | None, ...]:
-    if not spans:
-        return (None, None, None)
-    sums = {"forward": 0.0, "backward": 0.0}
-    for span in spans:
-        if span.kind in WORK:
-            sums[WORK[span.kind]] += (span.end_s - span.start_s) / num_ranks
-    end_s = max((span.end_s for span in spans if span.kind in WORK), default=0.0)
-    if not end_s:
-        return (None, None, None)  # nothing but waiting was recorded
-    return sums["forward"], sums["backward"], end_s - sum(sums.values())
 
 
 def peaks_by_rank(plan: Plan | None, steps: Sequence[StepRecord]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardwright.observe.recorded_steps import RecordedStep, read_recorded_steps
 from shardwright.observe.run_folder import RunFolder
@@ -42,18 +42,13 @@ class Span:
     name: str
 
 
-def simulated_spans(simulation: Simulation) -> tuple[Span, ...]:
-    """The compute, the messages and the copies to the host of a simulation."""
-    spans = [
-        Span(e.rank, _KINDS[e.action.kind], e.start_s, e.end_s, str(e.action))
-        for e in (*simulation.events, *simulation.host_copies)
-    ]
-    spans += [
-        Span(e.rank, "send", e.start_s, e.end_s, str(e.action))
-        for e in simulation.transfers
-        if e.end_s > e.start_s
-    ]
-    return tuple(spans)
+def simulated_spans(simulation: Simulation, *, factor: float) -> tuple[Span, ...]:
+    """The compute, the copies and the messages of a simulation, all of them longer by a factor."""
+    messages = (event for event in simulation.transfers if event.end_s > event.start_s)
+    return tuple(
+        Span(e.rank, _KINDS.get(e.action.kind, "send"), e.start_s * factor, e.end_s * factor, str(e.action))
+        for e in (*simulation.events, *simulation.host_copies, *messages)
+    )
 
 
 def recorded_spans(step: RecordedStep) -> tuple[Span, ...]:
@@ -66,11 +61,6 @@ def recorded_spans(step: RecordedStep) -> tuple[Span, ...]:
         kind = _KINDS.get(event.action.kind, "send")
         spans.append(Span(event.rank, kind, work_s, event.end_s, str(event.action)))
     return tuple(spans)
-
-
-def scaled(spans: Iterable[Span], factor: float) -> tuple[Span, ...]:
-    """The same spans, all of them longer by a factor."""
-    return tuple(replace(span, start_s=span.start_s * factor, end_s=span.end_s * factor) for span in spans)
 
 
 def seconds_of_stages(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:

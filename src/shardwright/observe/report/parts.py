@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, scaled, simulated_spans
+from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span
 from shardwright.plan import Plan
-from shardwright.planner.replay import Replay
 from shardwright.planner.waterfall import Part, Waterfall
 
 
@@ -125,24 +124,22 @@ class StepPart(Beside):
         return _MEANINGS[self.kind]
 
 
-def predicted_factor(replay: Replay) -> float:
-    """By how much the plan expects actions to take longer than alone: crowded hosts."""
-    return replay.setting.crowding
-
-
 def step_parts(
     plan: Plan | None,
-    replay: Replay | None,
+    spans: Sequence[Span],
     waterfall: Waterfall | None,
     timeline: MeasuredTimeline | None,
     *,
     num_ranks: int,
+    schedule_s: float,
 ) -> tuple[StepPart, ...]:
-    """The parts of a step; none where nothing was predicted and nothing recorded."""
+    """The parts of a step; none where nothing was predicted and nothing recorded.
+
+    Args:
+        spans: predicted ones, of a schedule that takes `schedule_s`; empty where there are none.
+    """
     predicted = measured = None
-    if plan is not None and replay is not None and plan.prediction is not None:
-        spans = scaled(simulated_spans(replay.simulation), predicted_factor(replay))
-        schedule_s = replay.simulation.step_s * predicted_factor(replay)
+    if plan is not None and plan.prediction is not None and spans:
         predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s)
     if timeline is not None and timeline.schedule_s:
         step_s = timeline.seconds
@@ -157,6 +154,27 @@ def step_parts(
         measured_s = None if measured is None else measured.get(kind)
         found.append(StepPart(kind=kind, predicted=predicted_s, measured=measured_s, finer=own))
     return tuple(found)
+
+
+def spent_of(parts: Sequence[StepPart]) -> tuple[Compared, ...]:
+    """What ranks spend a step on, in fewer parts: the mean of them."""
+    named: dict[str, tuple[MeasuredPartKind, ...]] = {
+        "forward (s)": ("forward",),
+        "backward (s)": ("backward",),
+        "waiting and idle (s)": ("imbalance", "waiting"),
+    }
+    found = []
+    for name, kinds in named.items():
+        own = [part for part in parts if part.kind in kinds]
+        predicted, measured = ([getattr(part, each) for part in own] for each in ("predicted", "measured"))
+        found.append(Compared(name, sum_of(predicted), sum_of(measured)))
+    return tuple(found)
+
+
+def sum_of(values: Sequence[float | None]) -> float | None:
+    """None where one is not known, or there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
 
 
 def _seconds(

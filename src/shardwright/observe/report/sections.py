@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from shardwright.observe.report.data import ReportData
-from shardwright.observe.report.parts import Beside, StepPart, worst_of
+from shardwright.observe.report.parts import Beside, StepPart, sum_of, worst_of
 from shardwright.observe.report.timeline_chart import PART_COLORS, Figure, escape
 from shardwright.plan import Plan, StagePlan
 from shardwright.quantities import format_bytes, format_seconds
@@ -263,18 +263,13 @@ def parts_table(rows: Sequence[StepPart]) -> str:
             finer.append(len(cells))
             title = f'<span title="{escape(each.meaning)}">{escape(each.name)}</span>'
             cells.append([title, seconds_of(each.seconds), "", ""])
-    sums = [_sum([part.predicted for part in rows]), _sum([part.measured for part in rows])]
+    sums = [sum_of([part.predicted for part in rows]), sum_of([part.measured for part in rows])]
     cells.append(["<b>step</b>", *map(seconds_of, sums), difference(*sums)])
     worst = worst_of(rows, least=_SLIGHT * (sums[0] or 0.0))
     header = ["part", "predicted", "measured", "difference"]
     if all(part.measured is None for part in rows):
         header, cells = header[:2], [row[:2] for row in cells]
     return table(header, cells, worst=None if worst is None else marked[worst], finer=finer)
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
 
 
 def _spread(data: ReportData) -> str:
