@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from shardwright.cluster import Link
 from shardwright.plan import (
     Alternative,
     MemoryPrediction,
@@ -15,7 +16,7 @@ from shardwright.plan import (
     StagePlan,
     StagePrediction,
 )
-from shardwright.plan.prediction import Conditions, FlowConditions, LinkConditions
+from shardwright.plan.prediction import Conditions, FlowConditions
 from shardwright.planner.replay import base_setting, play
 from shardwright.schedule import place_stages
 
@@ -59,8 +60,8 @@ def planned(
             for s in range(last)
         ),
         hosts=tuple(rank // 2 for rank in range(ranks)),
-        intra_node=LinkConditions(latency_s=1e-3, bandwidth_Bps=1e6),
-        inter_node=LinkConditions(latency_s=1e-2, bandwidth_Bps=1e5),
+        intra_node=Link(latency_s=1e-3, bandwidth_Bps=1e6),
+        inter_node=Link(latency_s=1e-2, bandwidth_Bps=1e5),
         ranks_per_node=min(2, ranks),
         action_overhead_s=1e-4,
         step_overhead_s=4e-3,
@@ -138,9 +139,9 @@ plans = st.builds(
     cores=st.integers(0, 3),
     crowding=st.floats(1.0, 2.0),
     intra_node=st.builds(
-        LinkConditions,
+        Link,
         latency_s=st.floats(0.0, 0.1),
-        bandwidth_Bps=st.one_of(st.none(), st.floats(1e3, 1e9)),
+        bandwidth_Bps=st.floats(1e3, 1e9),
         occupancy=st.floats(0.0, 1.0),
     ),
     tie_s=st.just(0.0),

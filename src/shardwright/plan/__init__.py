@@ -9,14 +9,13 @@ from shardwright.plan.decision import (
     identity,
 )
 from shardwright.plan.plan import PLAN_VERSION, REMEDY, Plan, stage_of_label
-from shardwright.plan.prediction import CostRecord, MemoryPrediction, Prediction, StagePrediction
+from shardwright.plan.prediction import MemoryPrediction, Prediction, StagePrediction
 from shardwright.plan.tensor_plan import TensorPlan, TensorPrices
 
 __all__ = [
     "PLAN_VERSION",
     "REMEDY",
     "Alternative",
-    "CostRecord",
     "MemoryPrediction",
     "MeshPlan",
     "ModelIdentity",

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
+from shardwright.cluster import Link
 from shardwright.files import Record
 from shardwright.files.user_file import Positive, Share
 from shardwright.profile import Cost
@@ -30,20 +31,6 @@ class FlowConditions(Record):
     target: NonNegativeInt
     num_bytes: NonNegativeInt
     gradient_bytes: NonNegativeInt = 0
-
-
-class LinkConditions(Record):
-    """A link between two pipeline ranks, as `shardwright.cluster.Link` has it.
-
-    Attributes:
-        latency_s: seconds that a message of no bytes takes.
-        bandwidth_Bps: bytes per second; None where bytes take no time.
-        occupancy: share of a message's time for which each end cannot compute.
-    """
-
-    latency_s: Seconds
-    bandwidth_Bps: Positive | None
-    occupancy: Share = 0.0
 
 
 class Conditions(Record):
@@ -72,9 +59,9 @@ class Conditions(Record):
 
     flows: tuple[FlowConditions, ...] = ()
     hosts: tuple[NonNegativeInt, ...]
-    intra_node: LinkConditions
-    inter_node: LinkConditions
-    host: LinkConditions | None = None
+    intra_node: Link
+    inter_node: Link
+    host: Link | None = None
     cores: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
     ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     crowding: Positive = 1.0
@@ -89,22 +76,7 @@ class Conditions(Record):
     memory_limit_bytes: NonNegativeInt = 0
 
 
-class CostRecord(Record):
-    """A `Cost` in a file."""
-
-    forward_s: Seconds
-    backward_s: Seconds
-    weight_s: Seconds = 0.0
-    input_s: Seconds | None = None
-    saved_bytes: NonNegativeInt = 0
-    weight_bytes: NonNegativeInt | None = None
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(**{each.name: getattr(self, each.name) for each in fields(Cost)})
-
-
-class StagePrediction(CostRecord):
+class StagePrediction(Record):
     """Predicted cost of one stage for one microbatch, recomputation in its backward.
 
     Attributes:
@@ -121,6 +93,12 @@ class StagePrediction(CostRecord):
 
     left_out: ClassVar = ("forward_exchange_s", "backward_exchange_s", "exchange_bytes")
 
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_s: Seconds = 0.0
+    input_s: Seconds | None = None
+    saved_bytes: NonNegativeInt = 0
+    weight_bytes: NonNegativeInt | None = None
     recompute_s: Seconds = 0.0
     offload_bytes: NonNegativeInt = 0
     window_bytes: NonNegativeInt = 0
@@ -130,6 +108,11 @@ class StagePrediction(CostRecord):
     forward_exchange_s: Seconds = 0.0
     backward_exchange_s: Seconds = 0.0
     exchange_bytes: NonNegativeInt = 0
+
+    @property
+    def cost(self) -> Cost:
+        """Its part that any cost has."""
+        return Cost(**{each.name: getattr(self, each.name) for each in fields(Cost)})
 
 
 class MemoryPrediction(Record):

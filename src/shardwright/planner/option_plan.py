@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import MeshPlan, Plan, Prediction, SchedulePlan, StagePlan, StagePrediction, identity
-from shardwright.plan.prediction import Conditions, FlowConditions, LinkConditions
+from shardwright.plan.prediction import Conditions, FlowConditions
 from shardwright.planner.division import Division
 from shardwright.planner.draft import Option
 from shardwright.planner.fabric import Fabric
@@ -83,9 +82,9 @@ def _conditions(option: Option) -> Conditions:
             fabric.mesh.rank_of(pp=rank) // fabric.cluster.ranks_per_node
             for rank in range(fabric.mesh.pipeline)
         ),
-        intra_node=_link(fabric.cluster.intra_node),
-        inter_node=_link(fabric.cluster.inter_node),
-        host=None if fabric.host is None or not layout.offloads else _link(fabric.host),
+        intra_node=fabric.cluster.intra_node,
+        inter_node=fabric.cluster.inter_node,
+        host=None if fabric.host is None or not layout.offloads else fabric.host,
         cores=fabric.cores,
         ranks_per_node=fabric.ranks_per_node,
         crowding=fabric.crowding,
@@ -101,11 +100,6 @@ def _conditions(option: Option) -> Conditions:
         window_s=option.replica_s.window_s,
         memory_limit_bytes=option.workload.demands.limit_bytes,
     )
-
-
-def _link(link: Link) -> LinkConditions:
-    bandwidth_Bps = link.bandwidth_Bps if math.isfinite(link.bandwidth_Bps) else None
-    return LinkConditions(latency_s=link.latency_s, bandwidth_Bps=bandwidth_Bps, occupancy=link.occupancy)
 
 
 def _sync_latency_s(option: Option) -> float:

@@ -14,7 +14,7 @@ from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.plan import Plan, Prediction
-from shardwright.plan.prediction import Conditions, LinkConditions
+from shardwright.plan.prediction import Conditions
 from shardwright.quantities import counted, format_bytes
 from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
 
@@ -176,7 +176,7 @@ def base_setting(plan: Plan) -> Setting:
         costs=costs,
         edges=_edges(conditions),
         link=_links(conditions, Change()),
-        host=None if conditions.host is None else _link(conditions.host, Change()),
+        host=conditions.host,
         cores=conditions.cores,
         ranks_per_node=conditions.ranks_per_node,
         action_overhead_s=conditions.action_overhead_s,
@@ -298,10 +298,11 @@ def _links(conditions: Conditions, change: Change) -> Callable[[int, int], Link]
     return lambda a, b: intra if hosts[a] == hosts[b] else inter
 
 
-def _link(link: LinkConditions, change: Change) -> Link:
-    bandwidth_Bps = float("inf") if link.bandwidth_Bps is None else link.bandwidth_Bps * change.bandwidth
-    return Link(
-        latency_s=link.latency_s * change.latency, bandwidth_Bps=bandwidth_Bps, occupancy=link.occupancy
+def _link(link: Link, change: Change) -> Link:
+    return replace(
+        link,
+        latency_s=link.latency_s * change.latency,
+        bandwidth_Bps=link.bandwidth_Bps * change.bandwidth,
     )
 
 

@@ -10,11 +10,10 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.observe.observer import Observer
 from shardwright.observe.recorded_steps import ChosenSteps, RankMemoryAfter, RecordedStep
 from shardwright.observe.timeline import MeasuredEvent, Row, measured_events
-from shardwright.planner import stage_costs_of
-from shardwright.planner.fabric import Fabric
+from shardwright.planner.replay import base_setting, play
 from shardwright.run.context import Context
 from shardwright.run.memory import memory_in_use
-from shardwright.schedule import Action, Edge, Schedule, Simulation, simulate
+from shardwright.schedule import Action, Schedule, Simulation
 
 declare(Action)
 
@@ -46,7 +45,6 @@ class BatchRecord:
     memory: Sequence[int] = ()
     host_copies: Sequence[tuple[Action, float, float]] = ()
     schedule: Schedule | None = None
-    edges: Sequence[Edge] = ()
     run_as: str = ""
 
 
@@ -77,7 +75,7 @@ class StepRecording:
         if is_chosen:
             observer.recorded(RecordedStep.of(number, seconds, events, memory))
         if draws:
-            observer.timeline(events, self._simulated(step), step=number)
+            observer.timeline(events, self._predicted(step), step=number)
         return events if is_chosen else ()
 
     def asks_after(self, number: int) -> bool:
@@ -109,26 +107,13 @@ class StepRecording:
         events += measured_events([[(*copy, 0.0) for copy in row] for row in copies], step_starts=zeros)
         return events, [RankMemoryAfter(*end) for end in ends]
 
-    def _simulated(self, step: BatchRecord) -> Simulation | None:
-        context = self._context
+    def _predicted(self, step: BatchRecord) -> Simulation | None:
+        """The order of work as its plan expects it, where it is that of the step."""
+        plan = self._context.plan
         assert step.schedule is not None
-        costs = stage_costs_of(context.plan) if context.plan else None
-        predicted = context.plan.prediction if context.plan else None
-        conditions = predicted.conditions if predicted else None
-        cluster = context.cluster
-        if not costs or not cluster or len(costs) != step.schedule.num_stages:
+        if plan is None or plan.prediction is None or len(plan.stages) != step.schedule.num_stages:
             return None
-        ranks = context.pipeline_ranks
-        return simulate(
-            step.schedule,
-            costs,
-            edges=step.edges,
-            link=lambda a, b: cluster.link(ranks[a], ranks[b]),
-            host=Fabric(cluster=cluster, mesh=context.mesh).host,
-            cores=cluster.cores_per_node,
-            action_overhead_s=conditions.action_overhead_s if conditions else 0.0,
-            forward_overhead_s=conditions.forward_overhead_s if conditions else 0.0,
-        )
+        return play(base_setting(plan)).simulation
 
     def _memory_after(self) -> RankMemoryAfter:
         """What the tensors of the training take on this rank, and all that is in use.

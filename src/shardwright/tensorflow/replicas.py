@@ -29,7 +29,6 @@ from shardwright.run.context import Context
 from shardwright.run.reporting import Reporter
 from shardwright.run.step_recording import BatchRecord
 from shardwright.runtime.action_loop import MeasuredRow
-from shardwright.runtime.batch_schedules import merged_edges
 from shardwright.schedule import Schedule
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.channels import call_in_turn, to_tensorflow, to_torch
@@ -68,7 +67,6 @@ class StepEnd:
             row=row.events,
             memory=row.memory,
             schedule=schedule,
-            edges=merged_edges(programs) if self.watches_memory and schedule is not None else (),
         )
         seconds = time.perf_counter() - begun_s
         reporter.begun_s = begun_s

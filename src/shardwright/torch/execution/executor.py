@@ -18,7 +18,6 @@ from shardwright.runtime.batch_schedules import (
     BatchSchedules,
     check_one_order,
     homes_of_buffers,
-    merged_edges,
 )
 from shardwright.runtime.homes import Crossing
 from shardwright.schedule import Kind
@@ -74,7 +73,6 @@ class BatchKind:
         traces = [program.trace for program in self.distinct]
         self.trains = any(trace.backward_at is not None for trace in traces)
         self.schedule = schedules.of_batch(programs, trains=self.trains)
-        self.edges = merged_edges(self.distinct)
         self.state = homes_of_buffers(self.distinct)
         self.draws = any(program.draws for program in self.distinct)
         self.python_draws = any(trace.random.python_at for trace in traces)

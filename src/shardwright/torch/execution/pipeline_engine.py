@@ -158,7 +158,6 @@ class PipelineEngine:
             memory=placed.executor.row.memory,
             host_copies=placed.executor.row.host_copies,
             schedule=common.schedule,
-            edges=common.edges,
             figures=told.figures if common.trains and outputs.has_all_losses else None,
         )
 
