@@ -23,6 +23,12 @@ from shardwright.schedule import place_stages
 LIMIT_BYTES = 10_000
 
 
+def usual_conditions(ranks: int) -> Conditions:
+    """Ranks of one host."""
+    link = Link(latency_s=1e-4, bandwidth_Bps=1e9)
+    return Conditions(hosts=(0,) * ranks, intra_node=link, inter_node=link)
+
+
 def planned(
     *,
     kind: str = "1f1b",
@@ -35,7 +41,6 @@ def planned(
     message_bytes: int = 1000,
     sync_s: float = 0.05,
     update_s: float = 0.0,
-    conditions: bool = True,
     unit: str = "h.{stage}",
     **changed: Any,
 ) -> Plan:
@@ -85,7 +90,7 @@ def planned(
             stages=stages,
             memory=(),
             provenance="measured",
-            conditions=stated if conditions else None,
+            conditions=stated,
         ),
         why=(f"Chosen: {kind}, {microbatches} microbatches.", "The times of the units were measured."),
         alternatives=(
@@ -135,7 +140,6 @@ plans = st.builds(
     slow_stage=st.floats(1.0, 3.0),
     message_bytes=st.integers(0, 100_000),
     sync_s=seconds,
-    conditions=st.booleans(),
     cores=st.integers(0, 3),
     crowding=st.floats(1.0, 2.0),
     intra_node=st.builds(

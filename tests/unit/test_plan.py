@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from graphs import chain_graph
 from observe.plans import two_stage_plan
+from planned import usual_conditions
 
 from shardwright.cli.commands.compare import Change, diff_plans
 from shardwright.errors import PlanError, StalePlanError
@@ -45,7 +46,12 @@ def with_prediction() -> Plan:
     )
     return make_plan(
         prediction=Prediction(
-            step_s=1.5, bubble=0.2, stages=(stage, stage), memory=(memory, memory), provenance="measured"
+            step_s=1.5,
+            bubble=0.2,
+            stages=(stage, stage),
+            memory=(memory, memory),
+            provenance="measured",
+            conditions=usual_conditions(2),
         ),
         replicated={"embed.weight": (0, 1)},
         why=("because",),
@@ -106,22 +112,6 @@ def test_not_json(text: str) -> None:
 def test_other_version(version: Any) -> None:
     with pytest.raises(StalePlanError, match=f"has plan_version {version!r}, but shardwright"):
         Plan.parse(edited(plan_version=version))
-
-
-def test_files_of_version_1_are_read() -> None:
-    """Their memory has no unit in its names."""
-    plan = with_prediction()
-    document = json.loads(plan.to_json())
-    document["prediction"]["memory"] = [
-        {name.removesuffix("_bytes"): size for name, size in memory.items()}
-        for memory in document["prediction"]["memory"]
-    ]
-    document["plan_version"] = 1
-    assert Plan.parse(json.dumps(document)) == plan
-    document["prediction"]["memory"] = [3]
-    assert "prediction.memory.0" in refusal(json.dumps(document))
-    document["prediction"] = None
-    assert Plan.parse(json.dumps(document)).prediction is None
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,6 @@
 A plan is the runtime's only input: "automatic", "manual" and "from a file" differ only in who wrote it. The
 file is versioned JSON, and carries a fingerprint of the model, so that another model's plan is refused with
 the difference.
-
-Files of older versions of the format are read:
-
-| version | what it changed |
-| --- | --- |
-| 2 | `prediction.memory` has the unit in its names: `activations_bytes`, not `activations` |
-| 2, later | no corrections by earlier runs: `prediction.correction`, `prediction.conditions.outside_s` |
 """
 
 import os
@@ -151,9 +144,9 @@ class Plan(Record):
             )
 
     def _check_conditions(self) -> None:
-        conditions = self.prediction.conditions if self.prediction is not None else None
-        if conditions is None:
+        if self.prediction is None:
             return
+        conditions = self.prediction.conditions
         if len(conditions.hosts) != self.mesh.pipeline:
             raise ValueError(
                 f"prediction.conditions.hosts has {len(conditions.hosts)} entries, but mesh.pipeline is "
@@ -225,7 +218,7 @@ class Plan(Record):
 
     @classmethod
     def of_document(cls, document: Any, *, source: str = "plan") -> "Plan":
-        """The plan of a JSON document, of this version of the format or an older one.
+        """The plan of a JSON document.
 
         Raises:
             StalePlanError: it has another format version.
@@ -235,12 +228,11 @@ class Plan(Record):
             raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
         if "plan_version" not in document:
             raise PlanError(f"{source} has no plan_version, so it is no plan. Plans are in run folders.")
-        document = _brought_up(document)
         version = document.get("plan_version")
         if version != PLAN_VERSION or isinstance(version, bool):
             raise StalePlanError(
-                f"{source} has plan_version {shown(version)}, but shardwright {__version__} reads 1 to "
-                f"{PLAN_VERSION}. Make the plan anew with this version."
+                f"{source} has plan_version {shown(version)}, but shardwright {__version__} reads "
+                f"{PLAN_VERSION} alone. Make the plan anew with this version."
             )
         try:
             return cls.model_validate(document)
@@ -327,38 +319,3 @@ def _span(units: Sequence[str]) -> str:
 def stage_of_label(plan: Plan) -> Mapping[str, int]:
     """The stage of every unit call."""
     return {label: index for index, stage in enumerate(plan.stages) for label in stage.units}
-
-
-_MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "work")
-
-
-def _brought_up(document: dict[str, Any]) -> dict[str, Any]:
-    """A plan's JSON object in the form of this version; what is of none of the older ones stays as it is."""
-    version = document.get("plan_version")
-    found = _from_1(document) if version == 1 and not isinstance(version, bool) else document
-    return _without_corrections({name: value for name, value in found.items() if name != "trials"})
-
-
-def _without_corrections(document: dict[str, Any]) -> dict[str, Any]:
-    prediction = document.get("prediction")
-    if not isinstance(prediction, dict):
-        return document
-    kept = {name: value for name, value in prediction.items() if name != "correction"}
-    if isinstance(conditions := kept.get("conditions"), dict):
-        kept["conditions"] = {name: value for name, value in conditions.items() if name != "outside_s"}
-    return {**document, "prediction": kept}
-
-
-def _from_1(document: dict[str, Any]) -> dict[str, Any]:
-    found = {**document, "plan_version": 2}
-    prediction = document.get("prediction")
-    if isinstance(prediction, dict) and isinstance(memory := prediction.get("memory"), list):
-        found["prediction"] = {**prediction, "memory": [_with_units(part) for part in memory]}
-    return found
-
-
-def _with_units(memory: Any) -> Any:
-    """The memory of a rank; anything else is for the reader to refuse."""
-    if not isinstance(memory, dict):
-        return memory
-    return {f"{name}_bytes" if name in _MEMORY else name: value for name, value in memory.items()}

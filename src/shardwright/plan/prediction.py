@@ -156,7 +156,7 @@ class Prediction(Record):
         alone_s: seconds of the same batch in one process; 0: not known, or it does not fit.
         replicas_s: the same where each rank is a replica with a batch of its own; 0: not known, or they do
             not fit.
-        conditions: what the step was simulated with; None in plans of versions that did not keep it.
+        conditions: what the step was simulated with.
     """
 
     left_out: ClassVar = ("alone_s", "replicas_s")
@@ -171,4 +171,4 @@ class Prediction(Record):
     error: Seconds = 0.0
     alone_s: Seconds = 0.0
     replicas_s: Seconds = 0.0
-    conditions: Conditions | None = None
+    conditions: Conditions

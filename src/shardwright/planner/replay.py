@@ -98,7 +98,7 @@ class Setting:
     """Everything that a step is played out with.
 
     Attributes:
-        edges: what flows between stages; None where the plan does not say.
+        edges: what flows between stages.
         link: from one pipeline rank to another; None where messages take no time.
         host: from each rank to where it offloads what units keep; None where copies take no time.
         cores: that the ranks of a host share; 0 where each has a device.
@@ -110,7 +110,7 @@ class Setting:
 
     schedule: Schedule
     costs: tuple[StageCost, ...]
-    edges: tuple[Edge, ...] | None = None
+    edges: tuple[Edge, ...]
     link: Callable[[int, int], Link] | None = None
     host: Link | None = None
     cores: int = 0
@@ -169,8 +169,6 @@ def base_setting(plan: Plan) -> Setting:
     schedule, costs = schedule_of(plan), stage_costs_of(plan)
     assert costs is not None
     conditions = prediction.conditions
-    if conditions is None:
-        return Setting(schedule=schedule, costs=costs, sync_s=prediction.sync_s)
     return Setting(
         schedule=schedule,
         costs=costs,
@@ -209,11 +207,10 @@ def change_setting(plan: Plan, change: Change) -> Setting:
             active_microbatches=plan.schedule.active_microbatches,
             costs=tuple(cost.scaled(seconds=share, num_bytes=share) for cost in base.costs),
         ).with_host_copies([number for number, cost in enumerate(base.costs) if cost.offload_bytes])
-    changed = replace(base, schedule=schedule, costs=costs)
-    if conditions is None:
-        return changed
     return replace(
-        changed,
+        base,
+        schedule=schedule,
+        costs=costs,
         edges=_edges(conditions, share=share),
         link=_links(conditions, change),
         sync_s=_sync_s(plan, change),
@@ -313,7 +310,6 @@ def _sync_s(plan: Plan, change: Change) -> float:
     """
     prediction = _prediction(plan)
     conditions = prediction.conditions
-    assert conditions is not None
     latency_s = min(prediction.sync_s, conditions.sync_latency_s)
     bytes_s = prediction.sync_s - latency_s
     of_hidden_s = (bytes_s + conditions.hidden_s) / change.bandwidth
@@ -342,17 +338,16 @@ _PROPORTION = "seconds and bytes of a microbatch in proportion to its size"
 def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     """Faster compute, faster links, other microbatches: the step with each, everything else as planned.
 
-    Links are left out where the plan does not say which it was made for. So are microbatches whose number no
-    pin has set, and numbers of runners-up: the planner has weighed them by their own costs, which proportion
-    would contradict.
+    Microbatches are left out whose number no pin has set, and numbers of runners-up: the planner has weighed
+    them by their own costs, which proportion would contradict.
     """
     base_s = play(base_setting(plan)).step_s
-    assert plan.prediction is not None
     microbatches = plan.schedule.microbatches
-    changes = [("10% faster compute", Change(compute_rate=1.1), "")]
-    if plan.prediction.conditions is not None:
-        changes.append(("twice the bandwidth", Change(bandwidth=2.0), ""))
-        changes.append(("half the latency", Change(latency=0.5), ""))
+    changes = [
+        ("10% faster compute", Change(compute_rate=1.1), ""),
+        ("twice the bandwidth", Change(bandwidth=2.0), ""),
+        ("half the latency", Change(latency=0.5), ""),
+    ]
     if "microbatches" in plan.pins:
         changes += [
             (counted(number, "microbatch", "es"), Change(num_microbatches=number), _PROPORTION)

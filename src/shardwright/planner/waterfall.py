@@ -14,8 +14,7 @@ adds is its part, so the parts add up exactly::
     = the predicted step
 
 A longer action makes no other action start earlier, so no part is negative except the
-remainder: the difference between a plan's prediction and its replay, if the plan was edited or lacks its
-conditions.
+remainder: the difference between a plan's prediction and its replay, if the plan was edited.
 
 The memory of each rank at every moment of a simulated step.
 
@@ -40,6 +39,7 @@ _PartKind = Literal[
 ]
 
 _NEGLIGIBLE = 1e-12
+_EDITED = "The plan predicts another step than its own costs give: it was edited after it was made."
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def break_down(plan: Plan) -> Waterfall:
     step_s = plan.prediction.step_s
     rest_s = step_s - sum(part.seconds for part in parts)
     if abs(rest_s) > 1e-9 * step_s:
-        parts.append(_remainder(plan, rest_s))
+        parts.append(Part("not explained", "remainder", rest_s, _EDITED))
     return Waterfall(tuple(part for part in parts if abs(part.seconds) > _NEGLIGIBLE * step_s), step_s)
 
 
@@ -181,8 +181,7 @@ def _work_of_ranks(plan: Plan, setting: Setting) -> list[_Work]:
 
 
 def _waiting_parts(setting: Setting) -> Iterator[Part]:
-    if setting.link is None:
-        return
+    assert setting.link is not None
     steps: tuple[tuple[str, _PartKind, Callable[[Link], Link], int, str], ...] = (
         (
             "messages: latency",
@@ -244,9 +243,6 @@ def _formed(link: Callable[[int, int], Link], form: Callable[[Link], Link]) -> C
 def _outer_parts(plan: Plan, setting: Setting) -> Iterator[Part]:
     assert plan.prediction is not None
     conditions = plan.prediction.conditions
-    if conditions is None:
-        yield Part("sums of gradients", "communication", setting.sync_s, "Over stages and over replicas.")
-        return
     yield Part(
         "sums of tied gradients", "communication", conditions.tie_s, "Parameters that several stages hold."
     )
@@ -267,23 +263,6 @@ def _outer_parts(plan: Plan, setting: Setting) -> Iterator[Part]:
         "overhead",
         setting.step_overhead_s,
         "What the runtime does around the first and the last action.",
-    )
-
-
-def _remainder(plan: Plan, seconds: float) -> Part:
-    assert plan.prediction is not None
-    if plan.prediction.conditions is None:
-        return Part(
-            "messages and overheads",
-            "remainder",
-            seconds,
-            "This plan keeps no links and cores (an older version wrote it), so these cannot be told apart.",
-        )
-    return Part(
-        "not explained",
-        "remainder",
-        seconds,
-        "The plan predicts another step than its own costs give: it was edited after it was made.",
     )
 
 

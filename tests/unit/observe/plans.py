@@ -1,5 +1,7 @@
 """A plan and its timelines, for the tests of this folder."""
 
+from planned import usual_conditions
+
 from shardwright.observe import MeasuredEvent
 from shardwright.plan import (
     MemoryPrediction,
@@ -25,7 +27,12 @@ def two_stage_plan() -> Plan:
         schedule=SchedulePlan(kind="1f1b", microbatches=3),
         stages=(StagePlan(rank=0, units=("embed",)), StagePlan(rank=1, units=("head",))),
         prediction=Prediction(
-            step_s=1.2, bubble=0.25, stages=(stage, stage), memory=(memory, memory), provenance="measured"
+            step_s=1.2,
+            bubble=0.25,
+            stages=(stage, stage),
+            memory=(memory, memory),
+            provenance="measured",
+            conditions=usual_conditions(2),
         ),
         why=("1f1b keeps fewer microbatches.", "The times of the units were measured."),
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from graphs import chain_graph, profile_of
+from planned import usual_conditions
 
 from planner.machines import machines
 from shardwright.config import Config
@@ -52,6 +53,7 @@ def plan_of(mesh, step_s):
             stages=({"forward_s": 1.0, "backward_s": 1.0},) * mesh.pipeline,
             memory=(memory,),
             provenance="estimated",
+            conditions=usual_conditions(mesh.pipeline),
         ),
         why=("Because.",),
     )

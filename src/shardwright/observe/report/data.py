@@ -286,8 +286,6 @@ def _predicted(
     plan: Plan, replay: Replay, spans: Sequence[Span], ranks: Sequence[int], *, limit_bytes: float | None
 ) -> Predicted:
     assert plan.prediction is not None
-    conditions = plan.prediction.conditions
-    planned_bytes = conditions.memory_limit_bytes if conditions is not None else 0
     memory: tuple[RankMemory, ...] = ()
     stack, factor = _predicted_memory(plan), replay.setting.crowding
     if stack:
@@ -303,7 +301,7 @@ def _predicted(
             replace(row, moments=tuple((at_s * factor, held) for at_s, held in row.moments)) for row in memory
         ),
         stack=stack,
-        limit_bytes=planned_bytes or limit_bytes or 0,
+        limit_bytes=plan.prediction.conditions.memory_limit_bytes or limit_bytes or 0,
     )
 
 
@@ -342,16 +340,8 @@ def _notes(
         )
     elif plan.prediction is None:
         found.append("The plan predicts nothing: it was written by hand, or its prediction was removed.")
-    elif plan.prediction.conditions is None:
-        found.append(
-            "The plan does not say which links and cores it was made for (an older version wrote it): "
-            "the predicted timeline shows messages that take no time."
-        )
     if run and timeline is None:
-        found.append(
-            "No step was recorded, so no timeline was measured: an older version wrote this run, or it ended "
-            "in its first step."
-        )
+        found.append("No step was recorded, so no timeline was measured: the run ended in its first step.")
     if run and not steps:
         found.append("No step was done, so nothing was measured.")
     if run and steps and not any(step.memory_bytes for step in steps):

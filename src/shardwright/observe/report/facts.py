@@ -213,10 +213,7 @@ _WHOLE_PROCESS = "measured of the whole process: Python and its libraries are a 
 
 def on_cpus(plan: Plan | None) -> bool:
     """Whether a run's ranks compute on the cores of their hosts; of a run without a plan, it is taken so."""
-    if plan is None or plan.prediction is None:
-        return True
-    conditions = plan.prediction.conditions
-    return conditions is not None and conditions.cores > 0
+    return plan is None or plan.prediction is None or plan.prediction.conditions.cores > 0
 
 
 def peaks_by_rank(plan: Plan | None, steps: Sequence[StepRecord]) -> tuple[float, ...]:

@@ -159,8 +159,8 @@ def _of_plan(plan: Plan) -> list[tuple[str, str]]:
         ("units", f"{len(plan.model.units)}, fingerprint {plan.model.fingerprint}"),
         ("plan made by", plan.created_by),
     ]
-    conditions = plan.prediction.conditions if plan.prediction is not None else None
-    if conditions is not None:
+    if plan.prediction is not None:
+        conditions = plan.prediction.conditions
         # Cores are counted for pipeline ranks, and those that share their layers have some, too.
         cores = [counted(conditions.cores, "core")] if conditions.cores and mesh.share == 1 else []
         rows.append(("a replica spans", ", ".join([counted(len(set(conditions.hosts)), "host"), *cores])))

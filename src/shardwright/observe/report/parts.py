@@ -97,13 +97,11 @@ _BELONGS: dict[str, MeasuredPartKind] = {
     "messages: latency": "waiting",
     "messages: bytes": "waiting",
     "messages: copying": "waiting",
-    "sums of gradients": "around",
     "sums of tied gradients": "around",
     "sums over tensor-parallel ranks": "around",
     "sums over replicas": "around",
     "before and after the schedule": "around",
     "not explained": "around",
-    "messages and overheads": "around",
 }
 """Finer parts of a prediction that lie in one part alone; others are spread over several."""
 
