@@ -2,9 +2,9 @@
 
 ::
 
-    plan ─► base_setting ─► change(...) ─► play ─► Replay: timeline, step, memory
-               │
-               └─► waterfall: the same rows, with one effect after the other taken away
+    plan ─► changed(...) ─► base_setting ─► play ─► Replay: timeline, step, memory
+                               │
+                               └─► waterfall: the same rows, with one effect after the other taken away
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.errors import PlanError
-from shardwright.plan import Plan, Prediction
+from shardwright.plan import Plan, Prediction, StagePrediction
 from shardwright.plan.prediction import Conditions
 from shardwright.quantities import counted, format_bytes
 from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
@@ -69,15 +69,13 @@ def stage_costs_of(plan: Plan) -> tuple[StageCost, ...] | None:
     """The costs that a plan was made with; None for plans written by hand."""
     if plan.prediction is None:
         return None
-    return tuple(
-        StageCost(
-            **asdict(stage.cost),
-            offload_bytes=stage.offload_bytes,
-            window_bytes=stage.window_bytes,
-            tail_bytes=stage.tail_bytes,
-        )
-        for stage in plan.prediction.stages
-    )
+    return tuple(map(_stage_cost, plan.prediction.stages))
+
+
+def _stage_cost(stage: StagePrediction) -> StageCost:
+    """The cost of a stage, recomputation in its backward."""
+    copies = {name: getattr(stage, name) for name in ("offload_bytes", "window_bytes", "tail_bytes")}
+    return StageCost(**asdict(stage.cost), **copies)
 
 
 def schedule_of(plan: Plan, *, forward_only: bool = False) -> Schedule:
@@ -102,24 +100,17 @@ class Setting:
         link: from one pipeline rank to another; None where messages take no time.
         host: from each rank to where it offloads what units keep; None where copies take no time.
         cores: that the ranks of a host share; 0 where each has a device.
-        ranks_per_node: ranks of a host; 0: all are on one.
-        forward_overhead_s: on top of that, of every forward.
-        crowding: factor on the time of the schedule.
-        step_overhead_s: before the first action and after the last one.
+        conditions: all others, as the plan has them.
     """
 
     schedule: Schedule
     costs: tuple[StageCost, ...]
     edges: tuple[Edge, ...]
-    link: Callable[[int, int], Link] | None = None
-    host: Link | None = None
-    cores: int = 0
-    ranks_per_node: int = 0
-    action_overhead_s: float = 0.0
-    forward_overhead_s: float = 0.0
-    crowding: float = 1.0
-    sync_s: float = 0.0
-    step_overhead_s: float = 0.0
+    link: Callable[[int, int], Link] | None
+    host: Link | None
+    cores: int
+    sync_s: float
+    conditions: Conditions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,83 +154,76 @@ _MOST_ACTIONS = 5_000_000
 
 
 def base_setting(plan: Plan) -> Setting:
-    """The conditions that a plan was made with, as far as it tells."""
+    """The conditions that a plan was made with."""
     prediction = _prediction(plan)
     _check_length(len(plan.stages), plan.schedule.microbatches)
-    schedule, costs = schedule_of(plan), stage_costs_of(plan)
+    costs = stage_costs_of(plan)
     assert costs is not None
     conditions = prediction.conditions
+    intra, inter, hosts = conditions.intra_node, conditions.inter_node, conditions.hosts
     return Setting(
-        schedule=schedule,
+        schedule=schedule_of(plan),
         costs=costs,
-        edges=_edges(conditions),
-        link=_links(conditions, Change()),
+        edges=tuple(
+            Edge(**flow.model_dump(), has_gradient=flow.gradient_bytes > 0) for flow in conditions.flows
+        ),
+        link=lambda a, b: intra if hosts[a] == hosts[b] else inter,
         host=conditions.host,
         cores=conditions.cores,
-        ranks_per_node=conditions.ranks_per_node,
-        action_overhead_s=conditions.action_overhead_s,
-        forward_overhead_s=conditions.forward_overhead_s,
-        crowding=conditions.crowding,
         sync_s=prediction.sync_s,
-        step_overhead_s=conditions.step_overhead_s,
+        conditions=conditions,
     )
 
 
-def change_setting(plan: Plan, change: Change) -> Setting:
-    """The conditions of a plan with something changed."""
-    base, conditions = base_setting(plan), _prediction(plan).conditions
+def changed(plan: Plan, change: Change) -> Plan:
+    """The plan with its prediction's stages, flows and links as they are after a change; its step stays."""
+    prediction = _prediction(plan)
     microbatches = change.num_microbatches or plan.schedule.microbatches
     _check_length(len(plan.stages), microbatches)
     share = plan.schedule.microbatches / microbatches
-    costs = tuple(
-        _other_links(
-            cost.scaled(seconds=share / change.compute_rate, num_bytes=share),
-            *_exchange_seconds(plan, stage, share=share, change=change),
+    conditions = prediction.conditions
+    of_links = {
+        name: replace(
+            link,
+            latency_s=link.latency_s * change.latency,
+            bandwidth_Bps=link.bandwidth_Bps * change.bandwidth,
         )
-        for stage, cost in enumerate(base.costs)
+        for name, link in (("intra_node", conditions.intra_node), ("inter_node", conditions.inter_node))
+    }
+    flows = tuple(
+        flow.model_copy(
+            update={name: round(getattr(flow, name) * share) for name in ("num_bytes", "gradient_bytes")}
+        )
+        for flow in conditions.flows
     )
-    schedule = base.schedule
-    if microbatches != plan.schedule.microbatches:
-        schedule = build_schedule(
-            plan.schedule.kind,
-            stage_ranks=plan.stage_ranks,
-            num_microbatches=microbatches,
-            active_microbatches=plan.schedule.active_microbatches,
-            costs=tuple(cost.scaled(seconds=share, num_bytes=share) for cost in base.costs),
-        ).with_host_copies([number for number, cost in enumerate(base.costs) if cost.offload_bytes])
-    return replace(
-        base,
-        schedule=schedule,
-        costs=costs,
-        edges=_edges(conditions, share=share),
-        link=_links(conditions, change),
-        sync_s=_sync_s(plan, change),
+    expected = {
+        "stages": tuple(_changed_stage(plan, stage, change, share) for stage in prediction.stages),
+        "sync_s": _sync_s(prediction, change),
+        "conditions": conditions.model_copy(update={**of_links, "flows": flows}),
+    }
+    return plan.model_copy(
+        update={
+            "schedule": plan.schedule.model_copy(update={"microbatches": microbatches}),
+            "prediction": prediction.model_copy(update=expected),
+        }
     )
 
 
-def _exchange_seconds(plan: Plan, stage: int, *, share: float, change: Change) -> tuple[float, float]:
-    """Seconds by which the exchange of tensor-parallel ranks takes longer, in a forward and a backward."""
-    predicted = _prediction(plan).stages[stage]
-    of_both = (predicted.forward_exchange_s, predicted.backward_exchange_s)
-    if plan.tensor is None or sum(of_both) == 0:
-        return 0.0, 0.0
-    rate = 1 / change.compute_rate
-    bytes_share = min(1.0, predicted.exchange_bytes / plan.tensor.prices.bandwidth_Bps / sum(of_both))
-    changed = share * bytes_share / change.bandwidth + (1 - bytes_share) * change.latency
-    forward_s, backward_s = (seconds * (changed - share * rate) for seconds in of_both)
-    return forward_s, backward_s
-
-
-def _other_links(cost: StageCost, forward_s: float, backward_s: float) -> StageCost:
-    """The cost of a stage whose exchange takes longer by so much."""
-    if forward_s == backward_s == 0:
-        return cost
-    return replace(
-        cost,
-        forward_s=max(0.0, cost.forward_s + forward_s),
-        backward_s=max(0.0, cost.backward_s + backward_s),
-        input_s=None if cost.input_s is None else max(0.0, cost.input_s + backward_s),
-    )
+def _changed_stage(plan: Plan, stage: StagePrediction, change: Change, share: float) -> StagePrediction:
+    cost = _stage_cost(stage).scaled(seconds=share / change.compute_rate, num_bytes=share)
+    found = asdict(cost)
+    del found["recompute_s"]  # which is a part of the backward here
+    exchange_s = stage.forward_exchange_s + stage.backward_exchange_s
+    if plan.tensor is not None and exchange_s > 0:
+        # What tensor-parallel ranks exchange takes as long as their links say, not as they compute.
+        of_bytes = min(1.0, stage.exchange_bytes / plan.tensor.prices.bandwidth_Bps / exchange_s)
+        factor = share * of_bytes / change.bandwidth + (1 - of_bytes) * change.latency
+        more = factor - share / change.compute_rate
+        found["forward_s"] = max(0.0, cost.forward_s + stage.forward_exchange_s * more)
+        for name in ("backward_s", "input_s"):
+            if found[name] is not None:
+                found[name] = max(0.0, found[name] + stage.backward_exchange_s * more)
+    return stage.model_copy(update=found)
 
 
 def _check_length(stages: int, microbatches: int) -> None:
@@ -252,6 +236,7 @@ def _check_length(stages: int, microbatches: int) -> None:
 
 
 def play(setting: Setting) -> Replay:
+    conditions = setting.conditions
     simulation = simulate(
         setting.schedule,
         setting.costs,
@@ -259,11 +244,11 @@ def play(setting: Setting) -> Replay:
         link=setting.link,
         host=setting.host,
         cores=setting.cores,
-        ranks_per_node=setting.ranks_per_node,
-        action_overhead_s=setting.action_overhead_s,
-        forward_overhead_s=setting.forward_overhead_s,
+        ranks_per_node=conditions.ranks_per_node,
+        action_overhead_s=conditions.action_overhead_s,
+        forward_overhead_s=conditions.forward_overhead_s,
     )
-    step_s = simulation.step_s * setting.crowding + setting.sync_s + setting.step_overhead_s
+    step_s = simulation.step_s * conditions.crowding + setting.sync_s + conditions.step_overhead_s
     return Replay(setting=setting, simulation=simulation, step_s=step_s)
 
 
@@ -276,39 +261,11 @@ def _prediction(plan: Plan) -> Prediction:
     return plan.prediction
 
 
-def _edges(conditions: Conditions, *, share: float = 1.0) -> tuple[Edge, ...]:
-    return tuple(
-        Edge(
-            source=flow.source,
-            target=flow.target,
-            num_bytes=round(flow.num_bytes * share),
-            gradient_bytes=round(flow.gradient_bytes * share),
-            has_gradient=flow.gradient_bytes > 0,
-        )
-        for flow in conditions.flows
-    )
-
-
-def _links(conditions: Conditions, change: Change) -> Callable[[int, int], Link]:
-    intra, inter = (_link(each, change) for each in (conditions.intra_node, conditions.inter_node))
-    hosts = conditions.hosts
-    return lambda a, b: intra if hosts[a] == hosts[b] else inter
-
-
-def _link(link: Link, change: Change) -> Link:
-    return replace(
-        link,
-        latency_s=link.latency_s * change.latency,
-        bandwidth_Bps=link.bandwidth_Bps * change.bandwidth,
-    )
-
-
-def _sync_s(plan: Plan, change: Change) -> float:
+def _sync_s(prediction: Prediction, change: Change) -> float:
     """The sums of gradients, over links of another kind: what is not latency is bytes.
 
     What was hidden behind computing stays so as long as there is computing enough.
     """
-    prediction = _prediction(plan)
     conditions = prediction.conditions
     latency_s = min(prediction.sync_s, conditions.sync_latency_s)
     bytes_s = prediction.sync_s - latency_s
@@ -356,6 +313,6 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
         ]
     found = []
     for name, change, assumption in changes:
-        step_s = play(change_setting(plan, change)).step_s
+        step_s = play(base_setting(changed(plan, change))).step_s
         found.append(Sensitivity(name, step_s, base_s - step_s, assumption))
     return tuple(found)

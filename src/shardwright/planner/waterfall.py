@@ -166,7 +166,7 @@ def _work_of_ranks(plan: Plan, setting: Setting) -> list[_Work]:
             repeated_s = 0.0 if action.kind is Kind.BACKWARD_WEIGHT else min(seconds, again[action.stage])
             recompute_s += repeated_s
             backward_s += seconds - repeated_s
-        overhead_s = sum(action.is_compute for action in row) * setting.action_overhead_s
+        overhead_s = sum(action.is_compute for action in row) * setting.conditions.action_overhead_s
         forwards = sum(action.kind is Kind.FORWARD for action in row)
         found.append(
             _Work(
@@ -174,7 +174,7 @@ def _work_of_ranks(plan: Plan, setting: Setting) -> list[_Work]:
                 backward_s,
                 recompute_s=recompute_s,
                 overhead_s=overhead_s,
-                script_s=forwards * setting.forward_overhead_s,
+                script_s=forwards * setting.conditions.forward_overhead_s,
             )
         )
     return found
@@ -231,7 +231,7 @@ def _waiting_parts(setting: Setting) -> Iterator[Part]:
     yield Part(
         "crowded hosts",
         "overhead",
-        before_s * (setting.crowding - 1.0),
+        before_s * (setting.conditions.crowding - 1.0),
         "Replicas of one host that compute on fewer cores than they have ranks.",
     )
 
@@ -261,7 +261,7 @@ def _outer_parts(plan: Plan, setting: Setting) -> Iterator[Part]:
     yield Part(
         "before and after the schedule",
         "overhead",
-        setting.step_overhead_s,
+        conditions.step_overhead_s,
         "What the runtime does around the first and the last action.",
     )
 

@@ -219,7 +219,7 @@ def _put_together(
     predicted = None
     spans: tuple[Span, ...] = ()
     if plan is not None and replay is not None:
-        spans = simulated_spans(replay.simulation, factor=replay.setting.crowding)
+        spans = simulated_spans(replay.simulation, factor=replay.setting.conditions.crowding)
         predicted = _predicted(plan, replay, spans, ranks, limit_bytes=limit_bytes)
     waterfall = None if predicted is None else predicted.waterfall
     parts = step_parts(
@@ -287,7 +287,7 @@ def _predicted(
 ) -> Predicted:
     assert plan.prediction is not None
     memory: tuple[RankMemory, ...] = ()
-    stack, factor = _predicted_memory(plan), replay.setting.crowding
+    stack, factor = _predicted_memory(plan), replay.setting.conditions.crowding
     if stack:
         rows = memory_over_time(replay.simulation, replay.setting.costs, stack)
         memory = tuple(rows[rank] for rank in ranks)
