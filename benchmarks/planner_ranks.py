@@ -271,7 +271,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 def title_of(plan: Plan) -> str:
     """A plan in a few words: ``pipeline 2 x data 1, 8 microbatches, zb_v with 4 stages``."""
-    mesh = plan.mesh
+    mesh = plan.mesh.grid
     shared = mesh.shared_title
     shared += f", ZeRO-3 over {mesh.shard}" if mesh.shard > 1 else ""
     stages = len(plan.stages)

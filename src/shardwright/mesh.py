@@ -177,6 +177,11 @@ class Mesh:
         return self.group_size("share")
 
     @property
+    def parts(self) -> int:
+        """Ranks that have different parts of the parameters of a stage: of its layers, or the experts."""
+        return self.share if self.expert > 1 else self.tensor
+
+    @property
     def inner(self) -> AxisName | None:
         """Where ranks share a batch in two ways, the axis of those that share each part; None elsewhere."""
         inner: tuple[AxisName, ...] = ("tp", "ep")

@@ -65,7 +65,7 @@ def test_a_plan_with_a_tensor_degree_comes_back_from_its_file():
     assert document["mesh"]["tensor"] == 2
     assert document["tensor"]["cuts"] == {"h.*.weight": "cut 0 (r0:3 r1:3)"}
     assert Plan.parse(plan.to_json()) == plan
-    assert plan.mesh.world_size == 8
+    assert plan.mesh.grid.world_size == 8
     with pytest.raises(
         StalePlanError, match=r"pipeline\(2\) \* data\(2\) \* tensor\(2\) = 8 ranks, but 4 are"
     ):
@@ -103,7 +103,7 @@ def test_a_plan_with_tensor_and_context_degrees():
     tensor = TensorPlan(prices=PRICES, cuts={"w": ROWS}, between_units=1, cut_again=1)
     plan = make_plan(mesh=MeshPlan(**mesh), tensor=tensor)
     assert Plan.parse(plan.to_json()) == plan
-    assert (plan.mesh.share, plan.mesh.parts) == (4, 2)
+    assert (plan.mesh.grid.share, plan.mesh.grid.parts) == (4, 2)
     shared = {"prices": PRICES.model_dump(), "cuts": {"w": "cut 0 (r0:3 r3:3)"}, "between_units": 1}
     assert "but 2 ranks share layers" in refusal(edited(mesh=mesh, tensor=shared))
     alone = {"prices": PRICES.model_dump(), "between_units": 1, "cut_again": 1}

@@ -73,7 +73,7 @@ def title_of(plan: Plan) -> str:
 
 def _without_pipeline(plan: Plan, predicted: Prediction) -> str:
     """What takes less for as many samples: one process, replicas that have all of the model."""
-    mesh = plan.mesh
+    mesh = plan.mesh.grid
     ways = {
         "one process alone is": mesh.data * predicted.alone_s,
         f"{mesh.world_size} replicas are": predicted.replicas_s / mesh.pipeline,

@@ -115,7 +115,7 @@ class RunTotals:
         where nothing was planned.
         """
         work_s, step_s = self.median("work_s"), self.step_s
-        if plan is None or plan.mesh.share > 1 or plan.mesh.shard > 1 or work_s is None or not step_s:
+        if plan is None or plan.mesh.grid.share > 1 or plan.mesh.shard > 1 or work_s is None or not step_s:
             return None
         once_s = work_s - self.outside_s * (plan.mesh.pipeline - 1)
         return once_s * plan.mesh.data / step_s

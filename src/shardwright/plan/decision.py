@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from math import prod
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -18,6 +19,7 @@ from shardwright.plan.prediction import Seconds
 from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK
 
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+_DEGREES = ("pipeline", "data", "shard", "tensor", "context", "expert")
 _Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
 
 
@@ -51,9 +53,9 @@ class MeshPlan(Record):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.world_size > MOST_RANKS:
+        if self._num_ranks > MOST_RANKS:
             raise ValueError(
-                f"the product of degrees is {self.world_size} ranks, but at most {MOST_RANKS} go"
+                f"the product of degrees is {self._num_ranks} ranks, but at most {MOST_RANKS} go"
             )
         if self.data % self.shard:
             raise ValueError(f"shard is {self.shard}, but it must divide data, which is {self.data}")
@@ -63,42 +65,30 @@ class MeshPlan(Record):
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
-        degrees = {name: getattr(mesh, name) for name in cls.model_fields if name != "placement_strategy"}
-        return cls(**degrees, placement_strategy=mesh.placement)
+        return cls(**{name: getattr(mesh, name) for name in _DEGREES}, placement_strategy=mesh.placement)
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks that the plan needs."""
-        return self.pipeline * self.data * self.share
+    def grid(self) -> Mesh:
+        """The ranks that the plan needs."""
+        degrees = {name: getattr(self, name) for name in _DEGREES}
+        return Mesh.of(world_size=self._num_ranks, **degrees, placement=self.placement_strategy)
 
     @property
-    def share(self) -> int:
-        """Ranks that share a batch, and work on it together (see `Mesh.share`)."""
-        return self.tensor * self.context * self.expert
+    def _num_ranks(self) -> int:
+        return prod(getattr(self, name) for name in _DEGREES if name != "shard")
 
     @property
-    def parts(self) -> int:
-        """Ranks that have different parts of the parameters of a stage: of its layers, or the experts."""
-        return self.share if self.expert > 1 else self.tensor
-
-    @property
-    def is_grid(self) -> bool:
-        """Whether ranks share a batch in two ways."""
-        return any(degree not in (1, self.share) for degree in (self.tensor, self.expert))
-
-    @property
-    def title(self) -> str:
-        """The degrees as an equation has them; context, expert and tensor where they are not 1."""
-        degrees = {"pipeline": self.pipeline, "data": self.data}
-        shared = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
-        degrees |= {name: degree for name, degree in shared.items() if degree != 1}
-        return " * ".join(f"{name}({degree})" for name, degree in degrees.items())
-
-    @property
-    def shared_title(self) -> str:
-        """How ranks share a batch, behind other degrees: `` x context 2``; empty where they do not."""
-        degrees = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
-        return "".join(f" x {name} {degree}" for name, degree in degrees.items() if degree > 1)
+    def settings(self) -> dict[str, Any]:
+        """The settings that ask for it."""
+        return {
+            "pipeline_parallel_degree": self.pipeline,
+            "data_parallel_degree": self.data,
+            "sharded_data_parallel_degree": self.shard,
+            "tensor_parallel_degree": self.tensor,
+            "context_parallel_degree": self.context,
+            "expert_parallel_degree": self.expert,
+            "placement_strategy": self.placement_strategy,
+        }
 
 
 class SchedulePlan(Record):

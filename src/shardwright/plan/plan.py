@@ -112,7 +112,8 @@ class Plan(Record):
         return self
 
     def _check_tensor(self) -> None:
-        degree, mesh = self.mesh.share, self.mesh
+        mesh = self.mesh.grid
+        degree = mesh.share
         if (self.tensor is None) != (degree == 1):
             raise ValueError(
                 f"mesh is {mesh.title}, but tensor, which says how ranks share a batch and parameters, is "
@@ -125,7 +126,7 @@ class Plan(Record):
                 f"mesh is {mesh.title}, but tensor.between_units, the dimension along which ranks share a "
                 "batch, is missing"
             )
-        if self.tensor.cut_again is not None and not mesh.is_grid:
+        if self.tensor.cut_again is not None and mesh.inner is None:
             raise ValueError(
                 f"mesh is {mesh.title}, but tensor.cut_again is {self.tensor.cut_again}: ranks cut the parts "
                 "that others have cut, and two of tensor, context and expert must be above 1. Remove it"
@@ -137,7 +138,7 @@ class Plan(Record):
                 raise ValueError(
                     f"tensor.cuts.{name} is {cut}, but {num} ranks share {what}: they run from 0 to {num - 1}"
                 )
-        if self.tensor.experts and not (mesh.is_grid and mesh.expert > 1):
+        if self.tensor.experts and (mesh.inner is None or mesh.expert == 1):
             raise ValueError(
                 f"mesh is {mesh.title}, but tensor.experts, which tells parameters of experts from those of "
                 "layers that ranks share, is there. Remove it"
@@ -273,11 +274,11 @@ class Plan(Record):
         Raises:
             StalePlanError: this plan was not made for it.
         """
-        if world_size != self.mesh.world_size:
+        mesh = self.mesh.grid
+        if world_size != mesh.world_size:
             raise StalePlanError(
-                f"the plan is for {self.mesh.title} = "
-                f"{self.mesh.world_size} ranks, but {world_size} are running. "
-                f"Start {self.mesh.world_size}, or make the plan anew."
+                f"the plan is for {mesh.title} = {mesh.world_size} ranks, but {world_size} are running. "
+                f"Start {mesh.world_size}, or make the plan anew."
             )
 
     def table(self) -> str:

@@ -23,13 +23,7 @@ def overruled_settings(plan: Plan, config: Config) -> Iterator[str]:
     """The settings that a plan does not keep, a sentence each."""
     stages_per_rank = len(plan.stages) / plan.mesh.pipeline
     planned = {
-        "pipeline_parallel_degree": plan.mesh.pipeline,
-        "data_parallel_degree": plan.mesh.data,
-        "sharded_data_parallel_degree": plan.mesh.shard,
-        "tensor_parallel_degree": plan.mesh.tensor,
-        "context_parallel_degree": plan.mesh.context,
-        "expert_parallel_degree": plan.mesh.expert,
-        "placement_strategy": plan.mesh.placement_strategy,
+        **plan.mesh.settings,
         "microbatches": plan.schedule.microbatches,
         "pipeline": plan.schedule.kind,
         "active_microbatches": plan.schedule.active_microbatches,

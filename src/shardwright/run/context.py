@@ -205,7 +205,7 @@ class Context:
     @property
     def num_parts(self) -> int:
         """Ranks that have different parts of this stage's parameters: of its layers, or the experts."""
-        return self.mesh.group_size(self._with_parts)
+        return self.mesh.parts
 
     @property
     def _with_parts(self) -> Axes:

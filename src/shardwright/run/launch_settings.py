@@ -94,14 +94,8 @@ def following(plan: Plan, config: Config, *, warns: bool) -> Config:
     return Config.merge(
         config,
         {
-            "pipeline_parallel_degree": plan.mesh.pipeline,
-            "data_parallel_degree": plan.mesh.data,
-            "sharded_data_parallel_degree": plan.mesh.shard,
-            "tensor_parallel_degree": plan.mesh.tensor,
-            "context_parallel_degree": plan.mesh.context,
-            "expert_parallel_degree": plan.mesh.expert,
+            **plan.mesh.settings,
             "microbatches": plan.schedule.microbatches,
-            "placement_strategy": plan.mesh.placement_strategy,
             **{key: plan.pins[key] for key in _MADE_FOR if key in plan.pins and key not in given},
         },
     )

@@ -32,7 +32,7 @@ def run_folder(
         plan.write(path / "plan.json")
     log = MetricsLog(path / "metrics.jsonl", world_size=1)
     step_s = plan.prediction.step_s if plan is not None and plan.prediction is not None else 1.0
-    world = plan.mesh.world_size if plan is not None else 1
+    world = plan.mesh.grid.world_size if plan is not None else 1
     for step in range(1, steps + 1):
         log.append(
             StepRecord(

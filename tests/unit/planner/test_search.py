@@ -180,7 +180,7 @@ def test_replicas_add_the_sum_of_gradients() -> None:
     two = plan(candidates(4), 2, replicas=2, pipeline="1f1b", cluster=machines(intra=(0.0, 1e4)))
     assert one.prediction is not None
     assert two.prediction is not None
-    assert two.mesh.world_size == 4
+    assert two.mesh.grid.world_size == 4
     assert any("Summing the gradients over 2 replicas takes 160 ms a step." in why for why in two.why)
 
 

@@ -192,7 +192,9 @@ def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: An
     else:
         show_text(_text(task, answer, ideal, objective, plan))
     if plan is not None and output is not None:
-        say(f"wrote {output}; run it: shardwright run -n {plan.mesh.world_size} --plan {output} train.py")
+        say(
+            f"wrote {output}; run it: shardwright run -n {plan.mesh.grid.world_size} --plan {output} train.py"
+        )
 
 
 def _is_of_a_run(task: "Task") -> bool:

@@ -8,6 +8,7 @@ from shardwright.observe.report.measured import MeasuredTimeline
 from shardwright.observe.report.parts import StepPart
 from shardwright.observe.report.timeline_chart import (
     BAD,
+    LEGEND,
     MEMORY_COLORS,
     PART_COLORS,
     TEXT,
@@ -26,7 +27,6 @@ _MOST_POINTS = 2000
 _ROW_PX = 84
 _BAR_PX = 26
 _MIB = 2**20
-_LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
 
 _Moments = Sequence[tuple[float, float]]
 
@@ -44,7 +44,7 @@ def memory_over_step(data: ReportData) -> Figure:
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": f"{unit} from the first work"}, "rangemode": "tozero"},
-        "legend": _LEGEND,
+        "legend": LEGEND,
         "showlegend": bool(measured),
     }
     for index, rank in enumerate(shown):
@@ -157,7 +157,7 @@ def memory_stack(data: ReportData) -> Figure:
         "barmode": "stack",
         "xaxis": {"title": {"text": "MiB"}, "rangemode": "tozero"},
         "yaxis": {"autorange": "reversed", "fixedrange": True, "type": "category"},
-        "legend": _LEGEND,
+        "legend": LEGEND,
     }
     limit_bytes = data.predicted.limit_bytes if data.predicted is not None else 0
     highest = max([part.peak_bytes for part in stack] + list(measured.values()), default=0)
@@ -240,13 +240,7 @@ def parts_chart(parts: Sequence[StepPart]) -> Figure:
         traces.append(trace)
     layout = {
         "showlegend": len(traces) > 1,
-        "legend": {
-            "orientation": "h",
-            "yref": "container",
-            "y": 0,
-            "yanchor": "bottom",
-            "traceorder": "normal",
-        },
+        "legend": LEGEND,
         "barmode": "group",
         "bargap": 0.25,
         "xaxis": {"title": {"text": unit}},
@@ -281,7 +275,7 @@ def line_chart(name: str, numbers: Sequence[int], values: Sequence[float | None]
     layout = {
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {"title": {"text": title}, "fixedrange": True},
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+        "legend": LEGEND,
         "showlegend": False,
     }
     return {"data": traces, "layout": layout, "height": _LINE_PX}

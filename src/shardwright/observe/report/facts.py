@@ -18,7 +18,6 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.files import UserFile
-from shardwright.mesh import Mesh
 from shardwright.observe.goodput import Spent
 from shardwright.observe.metrics import StepRecord, read_json_lines, read_last
 from shardwright.observe.report.measured import MeasuredTimeline
@@ -222,18 +221,10 @@ def peaks_by_rank(plan: Plan | None, steps: Sequence[StepRecord]) -> tuple[float
     for step in steps:
         peaks = enumerate(step.memory_bytes or ())
         by_rank = {rank: max(peak, by_rank.get(rank, 0.0)) for rank, peak in peaks} or by_rank
-    if plan is None or len(by_rank) != plan.mesh.world_size:
+    mesh = None if plan is None else plan.mesh.grid
+    if mesh is None or len(by_rank) != mesh.world_size:
         return tuple(by_rank.values())
-    mesh = Mesh.of(
-        world_size=plan.mesh.world_size,
-        pipeline=plan.mesh.pipeline,
-        data=plan.mesh.data,
-        tensor=plan.mesh.tensor,
-        context=plan.mesh.context,
-        expert=plan.mesh.expert,
-        placement=plan.mesh.placement_strategy,
-    )
-    found = [0.0] * plan.mesh.pipeline
+    found = [0.0] * mesh.pipeline
     for rank, peak in by_rank.items():
         where = mesh.group_rank("pp", rank)
         found[where] = max(found[where], peak)

@@ -51,18 +51,6 @@ def simulated_spans(simulation: Simulation, *, factor: float) -> tuple[Span, ...
     )
 
 
-def recorded_spans(step: RecordedStep) -> tuple[Span, ...]:
-    """What ranks did in a recorded step: waiting first, as a span of its own, and then the work."""
-    spans = []
-    for event in step.events:
-        work_s = event.work_start_s
-        if work_s > event.start_s:
-            spans.append(Span(event.rank, "wait", event.start_s, work_s, f"wait for {event.action}"))
-        kind = _KINDS.get(event.action.kind, "send")
-        spans.append(Span(event.rank, kind, work_s, event.end_s, str(event.action)))
-    return tuple(spans)
-
-
 def seconds_of_stages(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
     """Forward and backward of one microbatch, by stage: the means over all microbatches of a step."""
     sums: dict[int, dict[str, float]] = {}
@@ -132,6 +120,27 @@ class MeasuredTimeline:
     memory: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     other_bytes: Mapping[int, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, step: RecordedStep) -> "MeasuredTimeline":
+        """A recorded step: of each action, waiting first, as a span of its own, and then the work."""
+        spans: list[Span] = []
+        memory: dict[int, list[tuple[float, float]]] = {}
+        for event in step.events:
+            work_s, kind = event.work_start_s, _KINDS.get(event.action.kind, "send")
+            if work_s > event.start_s:
+                spans.append(Span(event.rank, "wait", event.start_s, work_s, f"wait for {event.action}"))
+            spans.append(Span(event.rank, kind, work_s, event.end_s, str(event.action)))
+            if event.bytes_in_use:
+                memory.setdefault(event.rank, []).append((event.end_s, event.bytes_in_use))
+        others = {rank: after.other_bytes for rank, after in enumerate(step.memory)}
+        return cls(
+            step=step.step,
+            seconds=step.seconds,
+            spans=tuple(spans),
+            memory={rank: tuple(sorted(memory[rank])) for rank in sorted(memory)},
+            other_bytes={rank: num_bytes for rank, num_bytes in others.items() if num_bytes is not None},
+        )
+
     @property
     def schedule_s(self) -> float:
         """From the start of the first work to the end of the last."""
@@ -140,19 +149,4 @@ class MeasuredTimeline:
 
 def read_recorded(folder: RunFolder) -> tuple[MeasuredTimeline, ...]:
     """The steps that a run has recorded."""
-    return tuple(_timeline(step) for step in read_recorded_steps(folder) if step.events)
-
-
-def _timeline(step: RecordedStep) -> MeasuredTimeline:
-    memory: dict[int, list[tuple[float, float]]] = {}
-    for event in step.events:
-        if event.bytes_in_use:
-            memory.setdefault(event.rank, []).append((event.end_s, event.bytes_in_use))
-    others = {rank: after.other_bytes for rank, after in enumerate(step.memory)}
-    return MeasuredTimeline(
-        step=step.step,
-        spans=recorded_spans(step),
-        memory={rank: tuple(sorted(memory[rank])) for rank in sorted(memory)},
-        seconds=step.seconds,
-        other_bytes={rank: num_bytes for rank, num_bytes in others.items() if num_bytes is not None},
-    )
+    return tuple(MeasuredTimeline.of(step) for step in read_recorded_steps(folder) if step.events)

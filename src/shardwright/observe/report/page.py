@@ -63,8 +63,7 @@ def _described(data: ReportData) -> str:
         plan = data.plan
         model = data.facts.model if data.facts is not None and data.facts.model else "a model"
         parts.append(f"{model} of {format_parameters(plan.model.num_parameters)} parameters")
-        mesh = plan.mesh
-        parts.append(f"{mesh.world_size} rank{'s' * (mesh.world_size != 1)}")
+        parts.append(counted(plan.mesh.grid.world_size, "rank"))
     if data.steps:
         count = len(data.steps)
         last = "" if data.steps[-1].step == count else f", the last is number {data.steps[-1].step}"
@@ -146,10 +145,8 @@ def facts(data: ReportData) -> str:
 
 
 def _of_plan(plan: Plan) -> list[tuple[str, str]]:
-    mesh, schedule = plan.mesh, plan.schedule
-    degrees = (
-        f"pipeline {mesh.pipeline} x data {mesh.data}{mesh.shared_title}, placement {mesh.placement_strategy}"
-    )
+    mesh, schedule = plan.mesh.grid, plan.schedule
+    degrees = f"pipeline {mesh.pipeline} x data {mesh.data}{mesh.shared_title}, placement {mesh.placement}"
     if mesh.shard > 1:
         degrees += f", each {mesh.shard} replicas share parameters"
     stages = counted(len(plan.stages), "stage")

@@ -199,8 +199,7 @@ def timeline(data: ReportData, plots: Mapping[str, Figure]) -> str:
             f'<p class="soft">{len(data.ranks)} of {data.num_ranks} pipeline ranks are shown, among them '
             "those with most work and most memory.</p>"
         )
-    if data.plan is not None and data.plan.mesh.share > 1:
-        share = data.plan.mesh.share
+    if data.plan is not None and (share := data.plan.mesh.grid.share) > 1:
         lines.append(f'<p class="soft">Each of these ranks stands for the {share} that share its layers.</p>')
     if len(data.recorded) > 1 and data.timeline is not None:
         buttons = "".join(

@@ -22,6 +22,8 @@ def escape(text: str) -> str:
     return html.escape(printable(text), quote=True)
 
 
+LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+
 Figure = dict[str, Any]
 """``data`` and ``layout`` of plotly.js, and ``height`` in pixels."""
 
@@ -132,13 +134,7 @@ def timeline_chart(halves: Sequence[Half], ranks: Sequence[int]) -> Figure:
         "bargap": 0.12,
         "xaxis": {"title": {"text": f"{unit} from the first work"}, "anchor": last, "rangemode": "tozero"},
         **axes,
-        "legend": {
-            "orientation": "h",
-            "yref": "container",
-            "y": 0,
-            "yanchor": "bottom",
-            "traceorder": "normal",
-        },
+        "legend": LEGEND,
         "annotations": titles,
         # What does not fit into its bar is left out, and not made smaller.
         "uniformtext": {"mode": "hide", "minsize": _LABEL_PX},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
-from shardwright.plan import MeshPlan, Plan, TensorPlan
+from shardwright.plan import Plan, TensorPlan
 from shardwright.planner import offloaded_bytes, stage_costs_of
 from shardwright.run.context import Context
 from shardwright.run.memory import large_blocks_given_back
@@ -223,7 +223,7 @@ class ModelPlacement:
         waiting = self._model.replicas.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
         divided = frozenset(held & cuts.keys())
         if plan.tensor is not None:
-            self._tensor_group = _tensor_group(context, plan.mesh, plan.tensor)
+            self._tensor_group = _tensor_group(context, plan.tensor)
         divide = {id(parameters[n]): partial(self._share_and_divide, n, cuts[n]) for n in divided}
         with large_blocks_given_back(then_kept=True) if divide else nullcontext():
             self._materialiser.named(held - waiting, units, then=divide)
@@ -299,9 +299,9 @@ class _Held(NamedTuple):
     is_unchanged: bool
 
 
-def _tensor_group(context: Context, mesh: MeshPlan, plan: TensorPlan) -> TensorGroup:
+def _tensor_group(context: Context, plan: TensorPlan) -> TensorGroup:
     """The ranks that share a batch; in a grid, those with other parts, with those that share a part."""
-    groups, grid = context.groups, context.mesh
+    groups, mesh = context.groups, context.mesh
     prices = Prices(**plan.prices.model_dump(), sums_wait=mesh.tensor != mesh.share)
     everyone = tensor_group(groups.tensor, prices=prices)
     if groups.inner is None:
@@ -309,8 +309,8 @@ def _tensor_group(context: Context, mesh: MeshPlan, plan: TensorPlan) -> TensorG
     made = tensor_group(groups.outer, prices=prices)
     made.holds(tensor_group(groups.inner, prices=replace(prices, sums_wait=mesh.tensor == 1)))
     if mesh.expert > 1:
-        column = grid.group(grid.outer, context.rank)
-        made.share_experts(everyone, [grid.group_rank("share", rank) for rank in column])
+        column = mesh.group(mesh.outer, context.rank)
+        made.share_experts(everyone, [mesh.group_rank("share", rank) for rank in column])
     return made
 
 

@@ -70,11 +70,7 @@ def plan_model(
 
 
 class OfflinePlanner:
-    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks.
-
-    Attributes:
-        measured: what was measured of it; None where all costs are estimated.
-    """
+    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks."""
 
     def __init__(
         self,
@@ -91,7 +87,7 @@ class OfflinePlanner:
         self._batch = Batch(arguments)
         self._config = config
         self._cluster = cluster
-        self.measured = measured
+        self._measured = measured
         self._loss = loss
         self._progress = progress
         self._candidates: dict[tuple[int, bool], Candidates] = {}
@@ -100,24 +96,22 @@ class OfflinePlanner:
         self._memory: dict[str, WorkingMemory] = {}
 
     def plan(self, mesh: Mesh) -> Plan:
-        return self._best_of(mesh, self._candidates_for(mesh))
-
-    def _candidates_for(self, mesh: Mesh) -> Candidates:
         units = mesh.pipeline, mesh.share > 1
         if units not in self._candidates:
-            self._candidates[units] = self._traced(*units)
-        return self._candidates[units]
-
-    def _best_of(self, mesh: Mesh, candidates: Candidates) -> Plan:
-        return with_or_without_sequences(
-            self._config, lambda config: self._plan(mesh, candidates, config), tensor=mesh.tensor
+            graphs = self._graphs(*units, self._counts(mesh.pipeline))
+            self._candidates[units] = {m: (graph, self._profile(graph)) for m, graph in graphs.items()}
+        plan = with_or_without_sequences(
+            self._config,
+            lambda config: self._plan(mesh, self._candidates[units], config),
+            tensor=mesh.tensor,
         )
+        return plan.model_copy(update={"why": (*plan.why, *self._assumptions(mesh))})
 
     def _plan(self, mesh: Mesh, candidates: Candidates, config: Config) -> Plan:
         copies = 0 if low_precision(self._config) is None else 1
         moments = 2 * MOMENT_BYTES[self._config.optimizer_state] / MOMENT_BYTES["as_is"]
         on_host = self._config.offload_optimizer and not self._cluster.cores_per_node
-        plan = make_plan(
+        return make_plan(
             candidates,
             cluster=self._cluster,
             config=config,
@@ -125,8 +119,6 @@ class OfflinePlanner:
             optimizer_factor=0.0 if on_host else copies + moments,
             division=self._division(mesh, config, pipeline=mesh.pipeline) if mesh.share > 1 else None,
         )
-        notes = self._assumptions(mesh)
-        return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
 
     def expected_seconds(self, grids: Sequence[Mesh]) -> list[float]:
         """Seconds of each grid by closed forms, from one trace of one size of microbatches."""
@@ -138,7 +130,7 @@ class OfflinePlanner:
         divides = grids[0].tensor > 1
         longest = max(mesh.pipeline for mesh in grids)
         count = self._counts(longest)[0]
-        graph = self._graphs(longest, [count], divides=divides)[count]
+        graph = self._graphs(longest, divides, [count])[count]
         of_degrees = {mesh.share: mesh for mesh in grids} if divides else {}
         return expected_seconds(
             graph,
@@ -169,7 +161,7 @@ class OfflinePlanner:
 
     def _assumptions(self, mesh: Mesh) -> tuple[str, ...]:
         """The assumptions behind a plan whose profile is of fewer ranks."""
-        measured = self.measured
+        measured = self._measured
         if measured is None or mesh.world_size <= measured.num_ranks:
             return ()
         hosts = -(-mesh.world_size // self._cluster.ranks_per_node)
@@ -182,13 +174,7 @@ class OfflinePlanner:
     def _counts(self, pipeline: int) -> tuple[int, ...]:
         return counts_of(self._batch, config=self._config, pipeline=pipeline)
 
-    def _traced(self, pipeline: int, divides: bool = False) -> Candidates:
-        graphs = self._graphs(pipeline, self._counts(pipeline), divides=divides)
-        return {m: (graph, self._profile(graph)) for m, graph in graphs.items()}
-
-    def _graphs(
-        self, pipeline: int, counts: Sequence[int], *, divides: bool = False
-    ) -> dict[int, ModelGraph]:
+    def _graphs(self, pipeline: int, divides: bool, counts: Sequence[int]) -> dict[int, ModelGraph]:
         """The model in units for so many pipeline ranks, for each number of microbatches."""
         with nullcontext() if self._cluster.cores_per_node else OnAccelerators():
             traces = traces_of(
@@ -206,15 +192,15 @@ class OfflinePlanner:
 
     def _profile(self, graph: ModelGraph) -> Profile:
         estimated = estimate_profile(graph, device=self._cluster.device)
-        if self.measured is None:
+        if self._measured is None:
             return estimated
-        if graph.model_fingerprint != self.measured.fingerprint:
+        if graph.model_fingerprint != self._measured.fingerprint:
             raise StalePlanError(
-                f"the profile is of a model with fingerprint {self.measured.fingerprint}, but this one has "
+                f"the profile is of a model with fingerprint {self._measured.fingerprint}, but this one has "
                 f"{graph.model_fingerprint}: other parameters, or other shapes, types or ties of them. "
                 "Measure this one: shardwright profile"
             )
-        known = {key: cost for key, cost in self.measured.costs.items() if key in estimated.costs}
+        known = {key: cost for key, cost in self._measured.costs.items() if key in estimated.costs}
         return Profile(costs={**estimated.costs, **known}, device=self._cluster.device.name)
 
 
