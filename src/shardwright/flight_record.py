@@ -209,7 +209,7 @@ def open_kept(folder: Path, rank: int) -> int:
 
 def state_of(process: int) -> str:
     """What the kernel says of a process: a letter as in ``ps``; empty where it has ended."""
-    return _stat(process)[:1]
+    return stat_of(process)[:1]
 
 
 def is_the_same(beat: Beat) -> bool:
@@ -219,11 +219,11 @@ def is_the_same(beat: Beat) -> bool:
 
 def _began(process: int) -> int:
     """When a process began, in ticks of the kernel; 0 where that is not known."""
-    fields = _stat(process).split()
+    fields = stat_of(process).split()
     return int(fields[19]) if len(fields) > 19 else 0
 
 
-def _stat(process: int) -> str:
+def stat_of(process: int) -> str:
     """What the kernel tells of a process, from its state on."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(errors="replace")

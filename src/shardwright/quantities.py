@@ -5,6 +5,7 @@ GiB = 2**30 bytes, GB = 10**9 bytes.
 
 import os
 import re
+import sys
 
 from shardwright.errors import ConfigError
 from shardwright.text import shown
@@ -184,3 +185,13 @@ def _three_figures(value: float) -> str:
 def cores_of_host() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_of_process() -> int:
+    """The most bytes that this process has had in memory; 0: not known."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

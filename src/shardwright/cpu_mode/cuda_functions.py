@@ -8,7 +8,6 @@ import contextlib
 import functools
 import os
 import platform
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardwright.cluster.named import host_memory_bytes
 from shardwright.cpu_mode import _private, streams
 from shardwright.cpu_mode.tensors import index_of, put, put_all
 from shardwright.errors import UsageError
+from shardwright.quantities import peak_of_process
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -28,12 +28,12 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes that this process has in memory."""
-    return _status_bytes("VmRSS") or _peak_of_life_bytes()
+    return _status_bytes("VmRSS") or peak_of_process()
 
 
 def max_memory_allocated(device: Any = None) -> int:
     """The most bytes that this process had in memory, since `reset_peak_memory_stats` where Linux lets us."""
-    return _status_bytes("VmHWM") or _peak_of_life_bytes()
+    return _status_bytes("VmHWM") or peak_of_process()
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
@@ -76,15 +76,6 @@ def _status_bytes(name: str) -> int:
         return 0
     found = next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "0")
     return int(found) * 1024
-
-
-def _peak_of_life_bytes() -> int:
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.flight_record import stat_of
 from shardwright.quantities import MOST_RANKS_OF_HOST
 from shardwright.text import control_in, shown
 
@@ -178,16 +179,10 @@ def children(parent_pid: int) -> list[int]:
     """Lists the living and unreaped children of a process; empty where there is no ``/proc``."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(folder)
+        fields = stat_of(int(folder.name)).split()
         if fields and int(fields[1]) == parent_pid:
             found.append(int(folder.name))
     return found
-
-
-def is_stopped(pid: int) -> bool:
-    """Says whether a process is held by SIGSTOP (or a debugger)."""
-    fields = _stat(Path("/proc") / str(pid))
-    return bool(fields) and fields[0] in ("T", "t")
 
 
 def num_threads() -> int:
@@ -199,14 +194,6 @@ def num_threads() -> int:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def _stat(folder: Path) -> list[str]:
-    """Fields of ``/proc/<pid>/stat`` from the state on; the name before them may hold spaces and brackets."""
-    try:
-        return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:  # the process ended while we looked
-        return []
 
 
 SAVED_AND_REQUEUE = 75

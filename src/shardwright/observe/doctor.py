@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.cluster.named import host_memory_bytes
 from shardwright.comm.launchers import detect
 from shardwright.errors import LaunchError
 from shardwright.observe.surroundings import HIDDEN, may_be_secret
@@ -164,10 +165,11 @@ def _memory() -> dict[str, int | None]:
     except OSError:
         lines = []
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:]}
+    total, usable = sizes.get("MemTotal"), host_memory_bytes()
     return {
-        "memory_bytes": sizes.get("MemTotal"),
+        "memory_bytes": total,
         "memory_available_bytes": sizes.get("MemAvailable"),
-        "memory_limit_bytes": _memory_limit(),
+        "memory_limit_bytes": usable if total is not None and 0 < usable < total else None,
     }
 
 
@@ -178,17 +180,6 @@ def _memory_text(document: Mapping[str, Any]) -> str:
     text = f"{format_bytes(total)}, {format_bytes(available)} available"
     limit = document["memory_limit_bytes"]
     return text if limit is None else f"{text}; a control group allows {format_bytes(limit)}"
-
-
-def _memory_limit() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        if text.isdecimal() and int(text) < 2**60:
-            return int(text)
-    return None
 
 
 def _shared_bytes() -> int | None:

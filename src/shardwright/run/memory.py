@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from shardwright.comm._private import uses_gpus
+from shardwright.quantities import peak_of_process
 from shardwright.run.context import Context
 
 # From malloc.h. A threshold that is set no longer adapts itself, so both are needed.
@@ -102,12 +103,7 @@ def peak_memory() -> int:
     """The most bytes so far: of the GPU where there is one, else of the resident set; 0: not known."""
     if uses_gpus():
         return torch.cuda.max_memory_allocated()
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_of_process()
 
 
 @functools.cache

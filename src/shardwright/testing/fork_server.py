@@ -29,7 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shardwright.launch.processes import adopt_orphans, children, die_with_parent, is_stopped, kill_group
+from shardwright.flight_record import state_of
+from shardwright.launch.processes import adopt_orphans, children, die_with_parent, kill_group
 from shardwright.testing.job import Job, RankFiles, RankStatus, StopReason, receive, send
 from shardwright.testing.nursery import (
     Nursery,
@@ -246,7 +247,7 @@ class Run:
         """Has the remaining ranks write their stacks, then kills them."""
         for pid, rank in self._rank_of.items():
             self._stopped[rank] = reason
-            if is_stopped(pid):
+            if state_of(pid) in ("T", "t"):
                 self._held.add(rank)
             os.kill(pid, STACKS_SIGNAL)
         stacks = [RankFiles(Path(self._job.folder), rank).stacks for rank in self._rank_of.values()]

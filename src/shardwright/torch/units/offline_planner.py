@@ -96,9 +96,9 @@ class OfflinePlanner:
         self._memory: dict[str, WorkingMemory] = {}
 
     def plan(self, mesh: Mesh) -> Plan:
-        units = mesh.pipeline, mesh.share > 1
+        units = pipeline, divides = mesh.pipeline, mesh.share > 1
         if units not in self._candidates:
-            graphs = self._graphs(*units, self._counts(mesh.pipeline))
+            graphs = self._graphs(pipeline, self._counts(pipeline), divides=divides)
             self._candidates[units] = {m: (graph, self._profile(graph)) for m, graph in graphs.items()}
         plan = with_or_without_sequences(
             self._config,
@@ -130,7 +130,7 @@ class OfflinePlanner:
         divides = grids[0].tensor > 1
         longest = max(mesh.pipeline for mesh in grids)
         count = self._counts(longest)[0]
-        graph = self._graphs(longest, divides, [count])[count]
+        graph = self._graphs(longest, [count], divides=divides)[count]
         of_degrees = {mesh.share: mesh for mesh in grids} if divides else {}
         return expected_seconds(
             graph,
@@ -174,7 +174,9 @@ class OfflinePlanner:
     def _counts(self, pipeline: int) -> tuple[int, ...]:
         return counts_of(self._batch, config=self._config, pipeline=pipeline)
 
-    def _graphs(self, pipeline: int, divides: bool, counts: Sequence[int]) -> dict[int, ModelGraph]:
+    def _graphs(
+        self, pipeline: int, counts: Sequence[int], *, divides: bool = False
+    ) -> dict[int, ModelGraph]:
         """The model in units for so many pipeline ranks, for each number of microbatches."""
         with nullcontext() if self._cluster.cores_per_node else OnAccelerators():
             traces = traces_of(
