@@ -7,6 +7,7 @@ the most likely set of them: least squares on ``log(predicted / measured)``, wit
 parameters drawn to their priors. No parameter belongs to a run or to a model.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,6 +28,7 @@ class MeasuredRun:
         group: publication or table that it is from.
         accelerator: family of its accelerators, such as ``A100``.
         runtime: what ran it, such as ``megatron`` or ``shardwright``.
+        year: of the publication, where that counts.
     """
 
     name: str
@@ -37,6 +39,8 @@ class MeasuredRun:
     options: Options
     rates: Rates
     step_s: float
+    year: int | None = None
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,8 @@ Floats = NDArray[np.float64]
 _NOISE = 0.05  # runs of one setup differ by so much
 _LARGE = 2.0  # errors from so many times that noise on count by their size, not by their square
 _TOLERANCE = 1e-6
+_MOVED = 0.01  # of a logarithm, for a slope: wide enough to see past an edge between two cases of a formula
+_MOST_STEPS = 200  # a fit ends early, or creeps along an edge between two cases of a formula
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -105,9 +111,22 @@ class _Parameters:
         self.prior = np.log(medians)
         self.spread = np.array(spreads)
 
+    @property
+    def places(self) -> list[NDArray[np.intp]]:
+        """For each name, the place of the parameter of each run."""
+        return list(self._places.values())
+
+    @property
+    def alike(self) -> Floats:
+        """Ones at the places of each name: (names, parameters)."""
+        found = np.zeros((len(self._places), len(self.prior)))
+        for row, place in zip(found, self.places, strict=True):
+            row[place] = 1.0
+        return found
+
     def efficiencies(self, logarithms: Floats) -> Efficiencies:
         values = np.exp(logarithms)
-        return Efficiencies(**{name: values[place] for name, place in self._places.items()})
+        return Efficiencies(**{name: values[..., place] for name, place in self._places.items()})
 
     def named(self, logarithms: Floats) -> Fit:
         values = np.exp(logarithms).tolist()
@@ -127,30 +146,60 @@ def fit(runs: Runs) -> Fit:
     """Fits the efficiencies to runs on one family of accelerators."""
     parameters = _Parameters(runs.runtime)
     everything = np.ones(len(runs.step_s), dtype=bool)
-    return parameters.named(_solve(parameters, runs, everything))
+    nearly = _solve(parameters, runs, everything, begin=parameters.prior)
+    # A search that edges slowed down goes on with long steps.
+    return parameters.named(_solve(parameters, runs, everything, begin=nearly))
 
 
 def ratios(runs: Runs, fitted: Fit) -> Floats:
     return np.exp(_errors(_Parameters(runs.runtime), runs, fitted.logarithms))
 
 
-def leave_out(runs: Runs, *, num_folds: int | None = None) -> Floats:
-    """Predicted / measured of each run by a fit to others, which knows nothing of it."""
+def leave_out(
+    runs: Runs, fitted: Fit, *, folds: Sequence[Any] | None = None, told: Callable[[int, int], None]
+) -> Floats:
+    """Predicted / measured of each run by a fit to others, which knows nothing of it.
+
+    Each search for such a fit begins at the one to all runs, which is close by.
+
+    Args:
+        folds: a name for each run; those with the same one are left out together. None: each alone.
+        told: called with the runs done, and all of them.
+    """
     parameters = _Parameters(runs.runtime)
     number = len(runs.step_s)
-    fold = np.arange(number) % (num_folds or number)
-    found = np.ones(number)
-    for left_out in range(int(fold.max()) + 1):
-        chosen = fold != left_out
-        logarithms = _solve(parameters, runs, chosen)
-        found[~chosen] = np.exp(_errors(parameters, runs, logarithms)[~chosen])
+    names = np.array(folds if folds is not None else range(number))
+    found, done = np.ones(number), 0
+    for name in dict.fromkeys(names.tolist()):
+        left_out = names == name
+        logarithms = _solve(parameters, runs, ~left_out, begin=fitted.logarithms)
+        found[left_out] = np.exp(_errors(parameters, runs, logarithms)[left_out])
+        done += int(left_out.sum())
+        told(done, number)
     return found
 
 
 def _errors(parameters: _Parameters, runs: Runs, logarithms: Floats) -> Floats:
+    """Of all runs, by one set of parameters, or by several: (..., parameters) to (..., runs)."""
     reached = parameters.efficiencies(logarithms)
     predicted = step_seconds(runs.shape, runs.options, runs.rates, reached).total
     return np.asarray(np.log(predicted / runs.step_s))
+
+
+def _slopes(parameters: _Parameters, runs: Runs, logarithms: Floats) -> tuple[Floats, Floats]:
+    """Errors, and how they change with each parameter: (runs,) and (runs, parameters).
+
+    A run has one parameter of each name: those of all runtimes are moved at once, all names side by side.
+    """
+    moves = _MOVED * parameters.alike
+    number = len(moves)
+    moved = np.concatenate([logarithms + moves, logarithms - moves, logarithms[None]])
+    errors = _errors(parameters, runs, moved)
+    changes = (errors[:number] - errors[number:-1]) / (2 * _MOVED)
+    slopes = np.zeros((errors.shape[-1], len(logarithms)))
+    for place, change in zip(parameters.places, changes, strict=True):
+        slopes[np.arange(len(place)), place] = change
+    return errors[-1], slopes
 
 
 def _tempered(errors: Floats) -> Floats:
@@ -158,10 +207,15 @@ def _tempered(errors: Floats) -> Floats:
 
     One run that was slow for a reason of its own would else pull at the parameters as much as nine others.
     """
-    return np.asarray(np.sign(errors) * _LARGE * np.sqrt(2 * (np.sqrt(1 + (errors / _LARGE) ** 2) - 1)))
+    return np.asarray(errors * np.sqrt(2 / (1 + np.sqrt(1 + (errors / _LARGE) ** 2))))
 
 
-def _solve(parameters: _Parameters, runs: Runs, chosen: NDArray[np.bool_]) -> Floats:
+def _tempered_slopes(errors: Floats) -> Floats:
+    root = np.sqrt(1 + (errors / _LARGE) ** 2)
+    return np.asarray(np.sqrt((1 + root) / 2) / root)
+
+
+def _solve(parameters: _Parameters, runs: Runs, chosen: NDArray[np.bool_], *, begin: Floats) -> Floats:
     # Here, because predictions do without it.
     from scipy.optimize import least_squares
 
@@ -169,9 +223,22 @@ def _solve(parameters: _Parameters, runs: Runs, chosen: NDArray[np.bool_]) -> Fl
         errors = _errors(parameters, runs, at(deviations))[chosen] / _NOISE
         return np.concatenate([_tempered(errors), deviations])
 
+    def slopes(deviations: Floats) -> Floats:
+        errors, change = (each[chosen] / _NOISE for each in _slopes(parameters, runs, at(deviations)))
+        return np.concatenate(
+            [_tempered_slopes(errors)[:, None] * change * parameters.spread, np.eye(len(deviations))]
+        )
+
     def at(deviations: Floats) -> Floats:
         return np.asarray(parameters.prior + deviations * parameters.spread)
 
-    begin = np.zeros_like(parameters.prior)
-    found = least_squares(residuals, begin, method="lm", ftol=_TOLERANCE, xtol=_TOLERANCE)
+    found = least_squares(
+        residuals,
+        (begin - parameters.prior) / parameters.spread,
+        jac=slopes,
+        method="lm",
+        ftol=_TOLERANCE,
+        xtol=_TOLERANCE,
+        max_nfev=_MOST_STEPS,
+    )
     return at(np.asarray(found.x))

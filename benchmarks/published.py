@@ -6,6 +6,8 @@ python benchmarks/published.py --tables more.json --write src/shardwright/costs/
 
 A  seconds of a step: error of each run that was left out of the fit, by family of accelerators
 B  memory: bytes of states and activations against published ones
+C  seconds again, of runs in bfloat16 that were published since 2024, of dense models and of mixtures: each is
+   left out alone, and blind, with all of its table
 
 Efficiencies belong to a family of accelerators, or to a runtime on it; none to a run or a model. Which rows
 are not used is listed with the reason. The tables that come along hold facts with their sources.
@@ -18,6 +20,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ _FAMILIES = ("A100", "H100")
 _NUM_FOLDS = 10
 _NUM_WORST = 10
 _MEGATRON_AND_SMP = ("megatron", "smp")
+_RECENT = 2024
+_BFLOAT16 = ("bf16", "bfloat16")
 _INSIDE = 0.8
 """Share of the runs that an interval should contain."""
 
@@ -59,12 +64,16 @@ def main() -> int:
     checks: list[Check] = []
     found: dict[str, Any] = {}
     written: dict[str, Any] = {}
+    recent: list[tuple[bool, float, float]] = []
     for name in _FAMILIES:
         runs = [measured_run(row) for row in rows if family(row) == name and why_not(row) is None]
         runs += [run for run in recipes if run.accelerator == name]
         columns = Runs.of(runs)
         fitted = fit(columns)
-        apart = leave_out(columns, num_folds=_NUM_FOLDS if options.quick else None)
+        tenths = [number % _NUM_FOLDS for number in range(len(runs))] if options.quick else None
+        apart = leave_out(columns, fitted, folds=tenths, told=partial(_told, f"{name}, alone"))
+        tables = [run.group for run in runs]
+        blind = leave_out(columns, fitted, folds=tables, told=partial(_told, f"{name}, blind"))
         found[name] = [
             {
                 "run": run.name,
@@ -72,14 +81,21 @@ def main() -> int:
                 "group": run.group,
                 "fit": float(a),
                 "left out": float(b),
+                "blind": float(c),
             }
-            for run, a, b in zip(runs, ratios(columns, fitted), apart, strict=True)
+            for run, a, b, c in zip(runs, ratios(columns, fitted), apart, blind, strict=True)
+        ]
+        recent += [
+            (bool(run.shape.experts > 1), abs(float(b) - 1), abs(float(c) - 1))
+            for run, b, c in zip(runs, apart, blind, strict=True)
+            if run.year is not None and run.year >= _RECENT and run.dtype in _BFLOAT16
         ]
         written[name] = _calibration(name, runs, fitted, apart)
         checks += _checks(name, runs, apart)
         if not options.check:
             print(f"\n{name}: {len(runs)} runs\n{align(_groups(runs, ratios(columns, fitted), apart))}")
             print(f"\nthe worst\n{align(_worst(runs, apart))}")
+    checks += _recent_checks(recent)
     if not options.check:
         reasons = Counter((row["group"], reason) for row in rows if (reason := why_not(row)))
         print("\nnot used\n" + align([[group, str(n), why] for (group, why), n in sorted(reasons.items())]))
@@ -124,6 +140,21 @@ def _checks(name: str, runs: Sequence[MeasuredRun], apart: NDArray[np.float64]) 
         value = float(errors[chosen].mean())
         checks.append(Check(section="A", what=what, value=value, target=0.06, percent=True))
     return checks
+
+
+def _recent_checks(recent: Sequence[tuple[bool, float, float]]) -> list[Check]:
+    checks = []
+    for mixture, kind, target in ((False, "dense models", 0.12), (True, "mixtures", 0.18)):
+        errors = np.array([each[1:] for each in recent if each[0] == mixture]).mean(axis=0)
+        for how, value in zip(("left out", "blind"), errors.tolist(), strict=True):
+            what = f"bfloat16 since {_RECENT}, {kind}: mean error, {how}"
+            checks.append(Check(section="C", what=what, value=value, target=target, percent=True))
+    return checks
+
+
+def _told(what: str, done: int, number: int) -> None:
+    if done == number or done % 10 == 0:
+        print(f"{what}: {done} of {number} runs", file=sys.stderr, flush=True)
 
 
 def _groups(

@@ -1,12 +1,22 @@
 """Published runs as the costs of a step understand them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fit import MeasuredRun
 from shardwright.catalogue import Transformer, find_architecture, from_hugging_face
 from shardwright.cluster import parse_inventory
-from shardwright.costs.inputs import FLOAT8, Options, Rates, Recompute, ScheduleKind, Sharded
+from shardwright.costs.inputs import (
+    FLOAT8,
+    Dispatch,
+    Hides,
+    Options,
+    Rates,
+    Recompute,
+    ScheduleKind,
+    Sharded,
+)
 from shardwright.costs.shape import Shape
 
 __all__ = ["family", "measured_run", "recipe_runs", "runtime", "why_not"]
@@ -26,10 +36,15 @@ _SCHEDULES = {
 _NETWORK = {"A100": 100, "H100": 400, "V100": 12.5}  # GB/s of a node, where a row does not say
 _NEEDED = ("layers", "hidden", "heads", "seq", "gpus")
 _MOST_VIRTUAL = 8
-_THREE_DEGREES = frozenset({"megatron", "nanotron", "torchtitan"})
+_YEARS = {"mcore_h100_weak": 2024, "megascale": 2024, "nanotron_best": 2025}
+"""Of publications since 2024 whose dtype is stated."""
+_THREE_DEGREES = frozenset({"megatron", "nanotron"})
 _SEQUENCE_PARALLEL = frozenset({"megascale", "mcore_h100_weak", "nanotron_best"})
+# Gradients of weights hide sums in Megatron since 2022, and in nanotron ("tp_linear_async_communication");
+# "TP comm overlap" of Megatron-Core hides more, as MegaScale does (arXiv:2402.15627, 3.2).
+_HIDES_BACKWARD = frozenset({"korthikanti_t5", "zero_bubble", "megascale", "nanotron_best"})
 _BALANCED = frozenset({"zero_bubble", "nanotron_best"})
-_FUSED_ATTENTION = frozenset({"llmfoundry_fsdp", "mcore_h100_weak", "nanotron_best", "torchtitan"})
+_FUSED_ATTENTION = frozenset({"llmfoundry_fsdp", "mcore_h100_weak", "nanotron_best"})
 
 
 def family(row: Row) -> str:
@@ -60,7 +75,6 @@ def runtime(row: Row) -> str | None:
         "mcore_h100_weak": "megatron",
         "mcore_h100_strong": "megatron",
         "nanotron_best": "nanotron",
-        "torchtitan": "torchtitan",
     }
     return known.get(group)
 
@@ -95,6 +109,8 @@ def measured_run(row: Row) -> MeasuredRun:
         group=row["group"],
         accelerator=family(row),
         runtime=str(runtime(row)),
+        year=_YEARS.get(row["group"]),
+        dtype=row["dtype"],
         shape=_shape(row),
         options=_options(row),
         rates=_rates(row),
@@ -112,18 +128,27 @@ def recipe_runs(document: Mapping[str, Any]) -> list[MeasuredRun]:
 
 
 def _recipe_run(row: Row, table: Row, models: Mapping[str, Any]) -> MeasuredRun:
-    nodes = -(-row["gpus"] // 8)
-    machines = parse_inventory(f"{table['machines']}*{nodes}")
+    name, at, network = table["machines"].partition("@")
+    machines = parse_inventory(f"{name}*{-(-row['gpus'] // 8)}{at}{network}")
     kind, _ = machines.nodes[0]
+    rates = Rates.of(machines, table["dtype"])
+    if "memory_GBps" in table:
+        rates = replace(rates, memory_Bps=table["memory_GBps"] * 1e9)
+    shape = Shape.of(_architecture(row["model"], models), sequence=row["sequence"])
+    if table.get("routing") == "neighbours":
+        shape = replace(shape, expert_groups=shape.experts / shape.experts_per_token, groups_per_token=1)
     data = row["gpus"] // (row["tensor"] * row["pipeline"] * row["context"])
     each = row["batch"] / data
-    shard = data * row["context"]
+    shard = row.get("shard", data * row["context"])
     return MeasuredRun(
-        name="{model}, {gpus} GPUs, {sequence} tokens, batch {batch}".format(**row) + f", {table['dtype']}",
+        name="{model}, {gpus} GPUs, {sequence} tokens, batch {batch}".format(**row)
+        + f", {table['dtype']}{', async' if row.get('hides') == 'chunks' else ''}",
         group=table["group"],
         accelerator=kind.accelerator.family,
         runtime=table["runtime"],
-        shape=Shape.of(_architecture(row["model"], models), sequence=row["sequence"]),
+        year=table["year"],
+        dtype=table["dtype"],
+        shape=shape,
         options=Options(
             **{name: row[name] for name in ("tensor", "pipeline", "virtual", "context")},
             # Megatron counts tensor parallel ranks among those that share experts.
@@ -135,11 +160,14 @@ def _recipe_run(row: Row, table: Row, models: Mapping[str, Any]) -> MeasuredRun:
             microbatches=max(1.0, each / row["microbatch"]),
             schedule=ScheduleKind.INTERLEAVED if row["virtual"] > 1 else ScheduleKind.ONE_F_ONE_B,
             sequence_parallel=1,
+            hides_sums=int(Hides[row.get("hides", table.get("hides", "nothing")).upper()]),
+            dispatch=int(Dispatch[row.get("dispatch", "node").upper()]),
             recompute=Recompute[row.get("recompute", "none").upper()],
+            kept_layers=row.get("kept", 0) * shape.layers / row["pipeline"],
             float8=int(table["dtype"] == FLOAT8),
             fused=1,
         ),
-        rates=Rates.of(machines, table["dtype"]),
+        rates=rates,
         step_s=row["batch"] * row["sequence"] / row["gpus"] / row["tokens"],
     )
 
@@ -169,7 +197,10 @@ def _options(row: Row) -> Options:
     each = row["global_batch"] / data
     # Where the microbatch is not published, the batch of a replica is one; Megatron-Core's have one sample.
     microbatch = row["micro_batch"] or (1 if row["group"] == "mcore_h100_weak" else each)
-    stage = row.get("zero_stage", Sharded.PARAMETERS if runtime(row) == "smp" else None) or 0
+    stage = row.get("zero_stage", Sharded.PARAMETERS if runtime(row) == "smp" else None) or (
+        # "overlap-param-gather" is of the distributed optimizer.
+        Sharded.OPTIMIZER if row["group"] == "mcore_h100_weak" else 0
+    )
     recompute, schedule = str(row["recompute"]), str(row["schedule"]).lower()
     virtual = row["virtual_stages"] or 1
     kind = _SCHEDULES.get(schedule.split(" (inter")[0], ScheduleKind.ONE_F_ONE_B)
@@ -189,10 +220,17 @@ def _options(row: Row) -> Options:
         schedule=ScheduleKind.INTERLEAVED if virtual > 1 else kind,
         recompute=_recompute(row, recompute),
         sequence_parallel=1 if "+SP" in recompute or row["group"] in _SEQUENCE_PARALLEL else 0,
+        hides_sums=_hides(row),
         flash=_flash(row),
         hierarchical=1 if row.get("collectives") == "smddp" else 0,
         whole_layers=0 if row["group"] in _BALANCED else 1,
     )
+
+
+def _hides(row: Row) -> Hides:
+    if row["group"] == "mcore_h100_weak" or runtime(row) == "megascale":
+        return Hides.CHUNKS
+    return Hides.BACKWARD if row["group"] in _HIDES_BACKWARD else Hides.NOTHING
 
 
 def _recompute(row: Row, text: str) -> Recompute:

@@ -228,6 +228,8 @@ def _deepseek_v3(fields: _Fields, name: str) -> Transformer:
         ffn=expert,
         experts=fields.number("n_routed_experts", "num_local_experts"),
         experts_per_token=fields.number("num_experts_per_tok"),
+        expert_groups=fields.number("n_group", default=1),
+        groups_per_token=fields.number("topk_group", default=1),
         shared_ffn=expert * fields.number("n_shared_experts"),
         dense_layers=dense,
         dense_ffn=fields.number("intermediate_size"),

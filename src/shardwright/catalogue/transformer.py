@@ -54,6 +54,7 @@ class Transformer:
         embedding_norm: there is one behind the embedding.
         encoder_layers: blocks of an encoder; the decoder's then attend to it, too.
         experts: MLPs of a block, of which a token takes `experts_per_token`.
+        expert_groups: groups of the experts, of which those of a token lie in `groups_per_token`.
         router_biases: of the product that chooses experts.
         shared_ffn: width of an MLP that every token takes beside its experts; 0: there is none.
         dense_layers: first blocks that have one MLP in place of experts.
@@ -87,6 +88,8 @@ class Transformer:
     encoder_layers: int = 0
     experts: int = 1
     experts_per_token: int = 1
+    expert_groups: int = 1
+    groups_per_token: int = 1
     router_biases: bool = False
     shared_ffn: int = 0
     dense_layers: int = 0

@@ -1,17 +1,19 @@
 """Prices a training step in closed form, in seconds and bytes, for many candidates at once."""
 
 from shardwright.costs.calibration import (
-    FUSED_RUNTIMES,
     Calibration,
     Efficiencies,
     calibration_of,
     calibration_of_nodes,
     known_runtimes,
+    ways_of,
 )
 from shardwright.costs.chain import chain_bytes, chain_prices
 from shardwright.costs.inputs import (
     FLOAT8,
+    Dispatch,
     Gathers,
+    Hides,
     Offload,
     Options,
     Placement,
@@ -37,11 +39,12 @@ __all__ = [
     "BF16",
     "FLOAT8",
     "FP32",
-    "FUSED_RUNTIMES",
     "MOMENT_BYTES",
     "Calibration",
+    "Dispatch",
     "Efficiencies",
     "Gathers",
+    "Hides",
     "KindOfRank",
     "Offload",
     "Options",
@@ -65,4 +68,5 @@ __all__ = [
     "step_seconds",
     "transformer_fit",
     "transformer_prices",
+    "ways_of",
 ]

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.costs.calibration import Efficiencies
-from shardwright.costs.inputs import Numbers, Options, Rates, Recompute
+from shardwright.costs.inputs import Dispatch, Hides, Numbers, Options, Rates, Recompute
 from shardwright.costs.links import (
     ATTENTION_BACKWARD,
     ELEMENTWISE_BACKWARD,
     RankRates,
+    beyond,
     inside_of_node,
     network_rate,
     ring_rate,
@@ -94,7 +95,7 @@ class BlockSeconds:
 
     Attributes:
         weight: the part of the backward that weights' gradients take.
-        tensor: collectives of tensor parallelism, forward, backward and again.
+        tensor: collectives of tensor parallelism beyond what hides them, forward, backward and again.
         context: what exchanging keys and values takes beyond the computing that hides it.
         free: the part of the computing behind which nothing of these hides.
     """
@@ -157,7 +158,7 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
         options.width,
         options.float8,
     )
-    tokens = options.microbatch * shape.sequence / options.context
+    tokens = tokens_of(shape, options)
     products = _products(of_weights, shape, options, tokens)
     attention, attention_backward = _attention(rank, shape, options, tokens)
     elementwise = _elementwise(rank, shape, options, tokens)
@@ -167,15 +168,39 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     of_weights = shape.trained * products
     backward = products + of_weights + attention_backward + ELEMENTWISE_BACKWARD * elementwise
     recompute = again_whole * forward + np.where(selective, again, 0.0)
+    sums = _tensor(shape, options, rates, reached, tokens)
+    ahead, back = _exposed_sums(options, reached, sums, products, of_weights)
+    exposed = (1 + again_whole) * ahead + back
+    hiding = (2 + again_whole) * sums - exposed + np.where(options.context > 1, 3 * attention, 0.0)
     return BlockSeconds(
         forward=forward,
         backward=backward,
         recompute=recompute,
         weight=of_weights,
-        tensor=_tensor(shape, options, rates, reached, tokens) * (2 + again_whole),
+        tensor=exposed,
         context=_context(shape, options, rates, reached, tokens, attention),
         expert=_expert(shape, options, rates, reached, tokens) * (2 + again_whole),
-        free=forward + backward + recompute - np.where(options.context > 1, 3 * attention, 0.0),
+        free=forward + backward + recompute - hiding,
+    )
+
+
+def _exposed_sums(
+    options: Options, reached: Efficiencies, sums: Numbers, products: Numbers, weight: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Seconds of tensor parallel sums that products do not hide, in a forward and in a backward.
+
+    A ring passes tokens on in t parts, while the product of the part before runs: one has none beside it.
+    Gradients of weights hide the sums of inputs' gradients, which are half of a backward's gathers and
+    reduce-scatters, and all of its all-reduces.
+    """
+    whole = np.where(np.asarray(options.sequence_parallel) > 0, 0.0, 1.0)
+    chunks = (np.asarray(options.hides_sums) == Hides.CHUNKS) & (whole == 0)
+    share = reached.hiding * (options.tensor - 1) / options.tensor
+    late = np.where(np.asarray(options.hides_sums) > Hides.NOTHING, (1 + whole) / 2, 0.0) * sums
+    back = sums - late + beyond(late, reached.hiding * weight)
+    return (
+        np.where(chunks, beyond(sums, share * products), sums),
+        np.where(chunks, beyond(sums, share * (products + weight)), back),
     )
 
 
@@ -285,16 +310,26 @@ def _context(
 def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
     """Two exchanges of all with all, in one direction, in the blocks with experts.
 
-    A tensor parallel rank sends its own part of the tokens. One goes once to each node with experts of
-    it, and inside of a node to each of them.
+    A tensor parallel rank sends its own part of the tokens, each as often as `Dispatch` tells.
     """
     e, stride = options.expert, options.inner_stride
     inside = inside_of_node(rates, ranks=e, stride=stride)
-    nodes, chosen = np.maximum(1.0, e / inside), shape.experts_per_token
-    others = (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen)
+    nodes = np.maximum(1.0, e / inside)
     num_bytes = options.width * tokens * shape.hidden / _divided(options)
     network = network_rate(rates, reached, ranks=e, stride=stride) * reached.exchange / rates.per_node
-    near = num_bytes * chosen * (inside - 1) / inside / (rates.link_Bps * reached.link)
+    to_ranks = e * _has_expert(shape, e)
+    to_ranks = np.where(options.dispatch == Dispatch.EXPERT, shape.experts_per_token, to_ranks)
+    to_nodes = np.where(options.dispatch == Dispatch.NODE, nodes * _has_expert(shape, nodes), to_ranks)
+    far = num_bytes * (nodes - 1) / nodes * to_nodes / network
+    near = num_bytes * (inside - 1) / inside * to_ranks / (rates.link_Bps * reached.link)
     latency = np.where(nodes > 1, rates.network_latency_s, rates.link_latency_s) * np.log2(np.maximum(e, 1.0))
-    once = np.maximum(num_bytes * others / network, near) + latency
+    once = np.maximum(far, near) + latency
     return np.where(e > 1, 2 * (1 - shape.dense) * once, 0.0)
+
+
+def _has_expert(shape: Shape, parts: Numbers) -> Numbers:
+    """How likely one of so many equal parts of the experts has one of a token, which lie in few groups."""
+    groups, chosen = shape.expert_groups, shape.groups_per_token
+    whole = 1 - (1 - 1 / parts) ** chosen
+    of_group = (1 - np.minimum(groups / parts, 1.0)) ** (shape.experts_per_token / chosen)
+    return np.where(parts < groups, whole, chosen / groups * (1 - of_group))

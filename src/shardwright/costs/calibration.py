@@ -7,8 +7,10 @@ from importlib.resources import files
 from math import exp
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardwright.cluster import NodeKind
-from shardwright.costs.inputs import Numbers
+from shardwright.costs.inputs import Dispatch, Hides, Numbers
 from shardwright.files.documents import parse_yaml
 
 ACTION_S = 8e-5
@@ -68,8 +70,7 @@ class Efficiencies:
         update: share of the peak that the optimizer's memory traffic reaches.
         float8: of products in 8 bits, on `matmul`.
         grouped: of the products of experts, on `matmul`.
-        link: share of the link's rate that collectives inside of a node seem to reach; above 1 where
-            computing hides a part of them.
+        link: share of the link's rate that collectives inside of a node reach.
         matmul_factor: of the runtime's kernels, on `matmul`.
         attention_factor: of the runtime's attention, on its seconds.
         gather_network: share of the network's rate that gathers and reduce-scatters reach.
@@ -79,7 +80,7 @@ class Efficiencies:
         point_to_point: share of a link's rate that messages between stages reach.
         exchange: share of the network's rate that exchanges of experts' tokens reach.
         contention: the network's rate falls with the nodes of a group, to the power of so much.
-        overlap: share of the computing behind which gathers, reduce-scatters, sums and messages hide.
+        overlap: share of the computing beside them that hides gathers, reduce-scatters, sums and messages.
         layer_s: seconds of a block and microbatch, whatever its size.
         microbatch_s: seconds of a microbatch, whatever its size.
         step_s: seconds of a step, whatever its size.
@@ -115,6 +116,11 @@ class Efficiencies:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(cls))
+
+    @property
+    def hiding(self) -> Numbers:
+        """`overlap`, which is no more than all: faster products would make a step slower else."""
+        return np.minimum(self.overlap, 1.0)
 
 
 OF_ACCELERATORS = frozenset(Efficiencies.names()[:12])
@@ -169,8 +175,20 @@ _TWENTIETH = 1.6449
 
 _OWN_RUNTIME = "shardwright"
 
-FUSED_RUNTIMES = frozenset({"automodel", "megascale", "megatron"})
+_FUSED_RUNTIMES = frozenset({"automodel", "megascale", "megatron"})
 """Runtimes with kernels of their own for what is between products, which keep less for the backward."""
+
+_HIDES_SUMS = {"megascale": Hides.CHUNKS, "megatron": Hides.CHUNKS, "nanotron": Hides.BACKWARD}
+
+
+def ways_of(runtime: str) -> dict[str, int]:
+    """The fields of `Options` that a runtime decides."""
+    return {
+        "fused": int(runtime in _FUSED_RUNTIMES),
+        "hides_sums": int(_HIDES_SUMS.get(runtime, Hides.NOTHING)),
+        "dispatch": int(Dispatch.RANK if runtime == _OWN_RUNTIME else Dispatch.NODE),
+    }
+
 
 _OF_LINKS = dict.fromkeys(
     (

@@ -309,7 +309,7 @@ def _seconds_of(
     others = np.where(m > 1, mean, 0.0) * hides_messages
     # Sums over replicas begin in the last backward.
     sums = all_reduce_seconds(trained, o, rates, reached)
-    behind = reached.overlap * price.backward.mean(axis=1)
+    behind = reached.hiding * price.backward.mean(axis=1)
     share = trained / max(held, 1.0)
     gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, mean, trained=share)
     return StepSeconds(
@@ -320,7 +320,7 @@ def _seconds_of(
         context=0.0,
         expert=0.0,
         bubble=bubble_seconds(o, mean=mean, weight=weight, hop=hop),
-        point_to_point=m * beyond(hop, reached.overlap * others),
+        point_to_point=m * beyond(hop, reached.hiding * others),
         gather=gather,
         reduce_scatter=scatter,
         all_reduce=beyond(sums, behind),
@@ -403,7 +403,7 @@ def _offload_seconds(
     """Transfers of activations to the host and back, beyond what computing hides."""
     o = group.options
     once = 2 * o.microbatch * _kept(chain, group).max() * width / np.maximum(rates.host_Bps, 1.0)
-    beyond = np.maximum(0.0, once - reached.overlap * computing)
+    beyond = np.maximum(0.0, once - reached.hiding * computing)
     return np.where(o.offload == Offload.ACTIVATIONS, beyond, 0.0)
 
 

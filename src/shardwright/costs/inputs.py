@@ -58,6 +58,30 @@ class Sharded(IntEnum):
     PARAMETERS = 3
 
 
+class Hides(IntEnum):
+    """The sums of tensor parallel ranks that run beside products.
+
+    BACKWARD: those of inputs' gradients, beside the gradients of weights. CHUNKS: with sequence parallelism
+    all of them, each in parts beside the product that makes or takes them; without it, as BACKWARD.
+    """
+
+    NOTHING = 0
+    BACKWARD = 1
+    CHUNKS = 2
+
+
+class Dispatch(IntEnum):
+    """To whom a token goes once on its way to its experts.
+
+    NODE: to each node that has some, and inside of it to each rank, as DeepEP does. RANK: to each rank that
+    has some. EXPERT: to each of them, as Megatron's ``alltoall`` does.
+    """
+
+    NODE = 0
+    RANK = 1
+    EXPERT = 2
+
+
 class Offload(IntEnum):
     """The state kept in host memory."""
 
@@ -121,6 +145,8 @@ class Options(Columns):
             of neighbours, which divide experts by the fewer, and gradients are scattered.
         kept_layers: blocks of a pipeline rank that full recomputation leaves out.
         sequence_parallel: 1 where tensor parallel ranks divide what is between their products, too.
+        hides_sums: which of their sums run beside those products; see `Hides`.
+        dispatch: to whom a token goes once on its way to its experts; see `Dispatch`.
         flash: 1 for fused attention that keeps no scores.
         whole_layers: 1 where every stage has as many blocks as any other, however long the head takes.
         width: bytes of an activation, a weight that is moved, a gradient that is sent: 2 in 16 bits, else 4.
@@ -144,6 +170,8 @@ class Options(Columns):
     kept_layers: Numbers = 0
     offload: Numbers = int(Offload.NOTHING)
     sequence_parallel: Numbers = 0
+    hides_sums: Numbers = int(Hides.NOTHING)
+    dispatch: Numbers = int(Dispatch.NODE)
     flash: Numbers = 1
     hierarchical: Numbers = int(Gathers.BY_NODES)
     whole_layers: Numbers = 0

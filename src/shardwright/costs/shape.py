@@ -15,6 +15,7 @@ class Shape(Columns):
     Attributes:
         gated: 1 where the MLP has three products.
         causal: 1 where tokens attend to those before them alone.
+        expert_groups: groups of the experts, of which those of a token lie in `groups_per_token`.
         shared_ffn: width of the MLP that every token takes beside its experts.
         dense: share of the blocks that have one MLP in place of experts; they are the first.
         query_rank: width of the vector that queries are made of; 0: of the residual stream.
@@ -39,6 +40,8 @@ class Shape(Columns):
     causal: Numbers = 1.0
     experts: Numbers = 1.0
     experts_per_token: Numbers = 1.0
+    expert_groups: Numbers = 1.0
+    groups_per_token: Numbers = 1.0
     shared_ffn: Numbers = 0.0
     dense: Numbers = 0.0
     dense_ffn: Numbers = 0.0

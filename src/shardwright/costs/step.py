@@ -59,7 +59,7 @@ class StepSeconds(Columns):
 def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> StepSeconds:
     block = block_seconds(shape, options, rates, reached)
     head = head_seconds(shape, options, rates, reached)
-    slowest = _slowest_stage(shape, options, block.total, head)
+    slowest = slowest_stage(shape, options, block.total, head)
     p, m = options.pipeline, options.microbatches
     blocks = shape.layers / p
     mean = blocks * block.total + head / p
@@ -69,7 +69,7 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     gather, scatter = shard_seconds(parameters, options, rates, reached, computing, trained=shape.trained)
     # Sums over replicas begin in the last backward; messages travel while other microbatches compute.
     sums = all_reduce_seconds(shape.trained * parameters, options, rates, reached)
-    exposed_hop = beyond(hop, reached.overlap * np.where(options.microbatches > 1, computing, 0.0))
+    exposed_hop = beyond(hop, reached.hiding * np.where(options.microbatches > 1, computing, 0.0))
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
         recompute=m * blocks * block.recompute,
@@ -81,7 +81,7 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         point_to_point=m * exposed_hop,
         gather=gather,
         reduce_scatter=scatter,
-        all_reduce=beyond(sums, reached.overlap * blocks * block.backward),
+        all_reduce=beyond(sums, reached.hiding * blocks * block.backward),
         update=update_seconds(shape.trained * _updated_parameters(shape, options), options, rates, reached),
         offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
@@ -107,7 +107,7 @@ def _updated_parameters(shape: Shape, options: Options) -> Numbers:
     return _rank_parameters(shape, options) + (times - 1) * routed
 
 
-def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers) -> Numbers:
+def slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers) -> Numbers:
     """The stage with most work: of equal ones, the last, which has the head; else whole blocks, balanced.
 
     The embedding counts as a block's worth on the first stage, as the head does on the last.
@@ -115,16 +115,16 @@ def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers
     p = options.pipeline
     equal = shape.layers / p * block + head
     stages = p * options.virtual
-    share = (shape.layers * block + head) / stages
-    last = np.clip(np.floor((share - head) / block + 0.5), 0.0, shape.layers)
-    others = np.ceil((shape.layers - last) / np.maximum(stages - 1, 1.0) - 1e-9)
-    balanced = np.where(
-        stages > 1,
-        np.maximum(
-            options.virtual * others * block, (options.virtual - 1) * others * block + last * block + head
-        ),
-        equal,
-    )
+    share = (shape.layers * block + head) / stages / block
+
+    def with_blocks(others: Numbers) -> Numbers:
+        last = np.maximum(shape.layers - (stages - 1) * others, 0.0)
+        inner = (options.virtual - 1) * others * block
+        return np.maximum(inner + others * block, inner + last * block + head)
+
+    # No number of blocks in the other stages is better than both next to an equal share of all work.
+    few = np.floor(share)
+    balanced = np.where(stages > 1, np.minimum(with_blocks(few), with_blocks(few + 1)), equal)
     return np.where(options.whole_layers > 0, equal, np.minimum(balanced, equal))
 
 
@@ -191,7 +191,7 @@ def shard_seconds(
     )
     faster = np.where(options.hierarchical == Gathers.FASTER, np.minimum(by_nodes, flat), by_nodes)
     once = np.where(options.hierarchical == Gathers.FLAT, flat, faster)
-    hidden = reached.overlap * computing
+    hidden = reached.hiding * computing
     gathers = np.where(options.sharded == Sharded.PARAMETERS, 2.0, 0.0)
     scatters = np.where(options.sharded >= Sharded.GRADIENTS, trained, 0.0)
     together = (gathers + scatters) * once
@@ -250,5 +250,5 @@ def _offload_seconds(
 ) -> Numbers:
     """Transfers of a block's activations to the host and back, beyond what computing hides."""
     once = 2 * kept_bytes(shape, options) / np.maximum(rates.host_Bps, 1.0)
-    beyond = np.maximum(0.0, once - reached.overlap * block.free)
+    beyond = np.maximum(0.0, once - reached.hiding * block.free)
     return np.where(options.offload == Offload.ACTIVATIONS, beyond, 0.0)

@@ -78,6 +78,22 @@ def test_a_fit_predicts_runs_that_it_has_not_seen():
     runs = runs_of(replace(truth, matmul=0.6, link=0.4), np.random.default_rng(0))
     fitted = fit(runs)
     assert abs(ratios(runs, fitted) - 1).max() < 0.04
-    assert abs(leave_out(runs, num_folds=6) - 1).mean() < 0.03
+    told = []
+    sixths = [number % 6 for number in range(len(runs.step_s))]
+    apart = leave_out(runs, fitted, folds=sixths, told=lambda done, number: told.append((done, number)))
+    assert abs(apart - 1).mean() < 0.03
+    assert told == [(done, 24) for done in (4, 8, 12, 16, 20, 24)]
     factors = [fitted.of_runtimes[name]["matmul_factor"] for name in ("one", "two")]
     assert factors[1] / factors[0] == pytest.approx(0.9, rel=0.06)
+
+
+def test_a_fit_without_a_run_knows_nothing_of_it():
+    """A search for it begins at the fit to all runs, and ends where one from the priors does."""
+    truth = Efficiencies(**{name: prior.median for name, prior in PRIORS.items()})
+    runs = runs_of(replace(truth, matmul=0.6, link=0.4), np.random.default_rng(1))
+    runs.step_s[3] *= 1.5
+    fitted = fit(runs)
+    alone = leave_out(runs, fitted, told=lambda done, number: None)
+    afresh = replace(fitted, logarithms=np.log([PRIORS["matmul"].median] * len(fitted.logarithms)))
+    assert alone[3] != pytest.approx(ratios(runs, fitted)[3], rel=0.01)
+    assert leave_out(runs, afresh, told=lambda done, number: None) == pytest.approx(alone, rel=2e-3)

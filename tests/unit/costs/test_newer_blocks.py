@@ -8,6 +8,8 @@ import pytest
 from shardwright.catalogue import ARCHITECTURES, find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.costs import (
+    Dispatch,
+    Hides,
     Options,
     Precision,
     Rates,
@@ -124,6 +126,77 @@ def test_a_token_goes_once_to_a_node():
     sent = 4096 * 4096 * 2 * (1 - 0.5**8)
     latency = 4 * 2e-5 * np.log2(16)
     assert found == pytest.approx(4 * sent / (400e9 / 8) + latency, rel=1e-3)
+
+
+def test_a_token_goes_once_to_whom_the_dispatcher_sends_it():
+    """Eight of 128 experts, over eight ranks of a node and over sixteen of two."""
+    shape = replace(Shape.of(find_architecture("qwen3-235b-a22b")), expert_groups=1.0)
+    rates = replace(RATES, link_latency_s=0.0, network_latency_s=0.0)
+    num_bytes = 4 * 2 * 4096 * shape.hidden  # there and back, in a forward and in a backward
+
+    def seconds(expert, dispatch, model=shape):
+        # Of exchanges inside of a node and over the network, which run at the same time, one counts.
+        link = 0.5 if expert == 8 else 1e9
+        reached = replace(REACHED, exchange=1.0, link=link, contention=0.0)
+        options = Options(expert=expert, sequence_parallel=1, dispatch=int(dispatch))
+        return float(block_seconds(model, options, rates, reached).expert)
+
+    inside, across = 0.5 * rates.link_Bps, rates.network_Bps / 8
+    ranks = 8 * (1 - (7 / 8) ** 8)
+    assert seconds(8, Dispatch.EXPERT) == pytest.approx(num_bytes * 8 * 7 / 8 / inside)
+    assert seconds(8, Dispatch.RANK) == pytest.approx(num_bytes * ranks * 7 / 8 / inside)
+    assert seconds(8, Dispatch.NODE) == seconds(8, Dispatch.RANK)
+    ranks = 16 * (1 - (15 / 16) ** 8)
+    assert seconds(16, Dispatch.EXPERT) == pytest.approx(num_bytes * 8 / 2 / across)
+    assert seconds(16, Dispatch.RANK) == pytest.approx(num_bytes * ranks / 2 / across)
+    assert seconds(16, Dispatch.NODE) == pytest.approx(num_bytes * (1 - 0.5**8) / across)
+    # Eight experts in a row are those of one rank, and of one node.
+    in_a_row = replace(shape, expert_groups=16.0, groups_per_token=1.0)
+    assert seconds(8, Dispatch.RANK, in_a_row) == pytest.approx(num_bytes * 7 / 8 / inside)
+    assert seconds(16, Dispatch.NODE, in_a_row) == pytest.approx(num_bytes / 2 / across)
+
+
+def test_groups_of_experts_bound_the_nodes_that_a_token_goes_to():
+    """DeepSeek-V3: eight experts, in four of eight groups, one group a node."""
+    model = find_architecture("deepseek-v3")
+    shape = Shape.of(model)
+    assert (shape.expert_groups, shape.groups_per_token) == (8, 4)
+    rates = replace(RATES, network_latency_s=0.0)
+    reached = replace(REACHED, exchange=1.0, link=1e9, contention=0.0)
+    found = block_seconds(shape, Options(expert=64, sequence_parallel=1), rates, reached).expert
+    sent = 4096 * 7168 * 2 * 7 * (4 / 8) * (1 - shape.dense)
+    assert float(found) == pytest.approx(4 * sent / (rates.network_Bps / 8))
+
+
+def _exposed(hides, *, overlap, tensor=8.0, sequence_parallel=1):
+    reached = replace(REACHED, overlap=overlap)
+    options = Options(tensor=tensor, sequence_parallel=sequence_parallel, hides_sums=int(hides))
+    return block_seconds(Shape.of(find_architecture("llama3-70b")), options, RATES, reached)
+
+
+def test_products_hide_sums_of_tensor_parallel_ranks():
+    """What is exposed of them: of c seconds beside o of computing, sqrt(c^2 + o^2) - o."""
+    plain = _exposed(Hides.NOTHING, overlap=0.5)
+    assert float(_exposed(Hides.CHUNKS, overlap=1e-12).tensor) == pytest.approx(float(plain.tensor))
+    once, products = float(plain.tensor) / 2, float(plain.weight)
+
+    def beyond(seconds, beside):
+        return np.hypot(seconds, beside) - beside
+
+    backward = _exposed(Hides.BACKWARD, overlap=0.5)
+    assert float(backward.tensor) == pytest.approx(1.5 * once + beyond(once / 2, 0.5 * products))
+    chunks = _exposed(Hides.CHUNKS, overlap=0.5)
+    share = 0.5 * 7 / 8
+    expected = beyond(once, share * products) + beyond(once, share * 2 * products)
+    assert float(chunks.tensor) == pytest.approx(expected)
+    # Whole sums are not in parts; those of the backward wait for nothing.
+    whole = _exposed(Hides.CHUNKS, overlap=0.5, sequence_parallel=0)
+    assert float(whole.tensor) == pytest.approx(once + beyond(once, 0.5 * products))
+    # Computing that hides sums hides nothing else, and no more than all of it hides them.
+    assert float(plain.free - chunks.free) == pytest.approx(float(plain.tensor - chunks.tensor))
+    assert float(_exposed(Hides.CHUNKS, overlap=1.0).tensor) == float(
+        _exposed(Hides.CHUNKS, overlap=3.0).tensor
+    )
 
 
 def test_products_in_8_bits_are_those_of_blocks_weights():

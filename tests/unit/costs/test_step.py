@@ -30,6 +30,7 @@ from shardwright.costs import (
 )
 from shardwright.costs.kinds import stages_alike
 from shardwright.costs.memory import BF16, in_flight
+from shardwright.costs.step import slowest_stage
 from shardwright.errors import ConfigError
 from shardwright.planner.ways import Task
 from shardwright.schedule import StageCost, build_schedule, simulate
@@ -110,6 +111,22 @@ def test_a_published_run_that_was_predicted_closely():
     )
     rates = replace(A100, network_Bps=200e9, memory_Bps=2.04e12)
     assert float(step_seconds(shape, options, rates, REACHED).total) == pytest.approx(76.8, rel=0.05)
+
+
+@pytest.mark.parametrize(("layers", "pipeline", "virtual"), [(30, 8, 1), (24, 4, 3), (7, 4, 1), (32, 2, 2)])
+@pytest.mark.parametrize("head", [0.1, 0.9, 2.6, 8.0])
+def test_whole_blocks_are_balanced_as_well_as_they_can_be(layers, pipeline, virtual, head):
+    """Of all numbers of blocks for the stages but the last, tried one by one."""
+    stages = pipeline * virtual
+    tried = []
+    for others in range(layers + 1):
+        last = max(layers - (stages - 1) * others, 0)
+        if others * (stages - 1) + last >= layers:
+            tried.append(max(virtual * others, (virtual - 1) * others + last + head))
+    shape = replace(Shape.of(find_architecture("llama3-8b")), layers=float(layers))
+    options = Options(pipeline=float(pipeline), virtual=float(virtual))
+    equal = layers / pipeline + head
+    assert float(slowest_stage(shape, options, 1.0, head)) == pytest.approx(min(*tried, equal))
 
 
 def kind(ranks, times=1.0):

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from shardwright.catalogue import LayerChain
 from shardwright.costs import (
     FLOAT8,
-    FUSED_RUNTIMES,
     Gathers,
     Offload,
     Options,
@@ -25,6 +24,7 @@ from shardwright.costs import (
     Recompute,
     ScheduleKind,
     Sharded,
+    ways_of,
 )
 from shardwright.errors import ConfigError
 from shardwright.planner.ways.task import Task, runs_experts, runs_shards
@@ -62,8 +62,8 @@ def meshes(task: Task) -> Options:
         whole_layers=pins.get("whole_layers", 0),
         width=task.width,
         float8=int(task.dtype == FLOAT8),
-        fused=int(task.runtime in FUSED_RUNTIMES),
         as_here=int(task.only_what_runs),
+        **ways_of(task.runtime),
     )
     if not task.only_what_runs or task.experts == 1:
         return found
@@ -272,8 +272,8 @@ def _check_pins(task: Task) -> None:
             raise ConfigError(f"as_here is {value}, but what runs decides it. Unpin it.")
         if name in ("width", "float8"):
             raise ConfigError(f"{name} is {value}, but the dtype ({task.dtype}) decides it. Unpin it.")
-        if name == "fused":
-            raise ConfigError(f"fused is {value}, but the runtime ({task.runtime}) decides it. Unpin it.")
+        if name in ways_of(task.runtime):
+            raise ConfigError(f"{name} is {value}, but the runtime ({task.runtime}) decides it. Unpin it.")
         if value < 0 or (value < 1 and name not in _MAY_BE_ZERO):
             raise ConfigError(f"{name} is {value}, but it must be at least 1.")
         if name == "kept_layers" and (isinstance(task.model, LayerChain) or value > task.layers):
