@@ -1,6 +1,6 @@
 """Packs gradients into buckets, each reduced in one message."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol
@@ -94,6 +94,10 @@ class Bucket(Protocol):
     def abort(self) -> None:
         """Forgets what was started: a batch has failed."""
         ...
+
+
+BucketMaker = Callable[[Sequence[Reduced], dist.ProcessGroup, int, bool], Bucket]
+"""Makes a bucket of whole gradients, given its number, and whether it is the last one."""
 
 
 class SummedBucket:

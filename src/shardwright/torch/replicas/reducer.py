@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.placement import size_of_buckets
 from shardwright.torch.backward.split_backward import notify_gradients
+from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
 from shardwright.torch.replicas.gradient_buckets import (
     Bucket,
+    BucketMaker,
     Reduced,
     SettledBucket,
     ShardedBucket,
     SummedBucket,
 )
-from shardwright.torch.replicas.gradient_hook import BucketOrder, GradientHook, HookedBucket, Turn
 
 
 class GradientReducer:
@@ -50,10 +51,10 @@ class GradientReducer:
         replica_group: dist.ProcessGroup | None = None,
         in_every_backward: bool = False,
         overlap: bool = True,
-        hook: GradientHook | None = None,
+        make_bucket: BucketMaker | None = None,
         settles: bool = False,
     ):
-        self._hook = hook
+        self._make_bucket = make_bucket
         self._settles = settles
         self._members = list(members)
         self._parameters = [member.parameter for member in members]
@@ -234,13 +235,13 @@ class GradientReducer:
         return SettledBucket(members, None if alone else self._bucket_of_replicas(members, number, last=last))
 
     def _bucket_of_replicas(self, members: Sequence[Reduced], number: int, *, last: int) -> Bucket:
-        assert members[0].group is not None
-        if self._hook is not None and members[0].sharded is None and not members[0].late:
-            is_last = number == last
-            return HookedBucket(members, members[0].group, self._hook, index=number, is_last=is_last)
-        if members[0].sharded is None:
-            return SummedBucket(members, members[0].group)
-        return ShardedBucket(members, members[0].group, self._replica_group)
+        first = members[0]
+        assert first.group is not None
+        if first.sharded is not None:
+            return ShardedBucket(members, first.group, self._replica_group)
+        if self._make_bucket is None or first.late:
+            return SummedBucket(members, first.group)
+        return self._make_bucket(members, first.group, number, number == last)
 
     def _add_earlier(self, parameter: nn.Parameter) -> None:
         earlier = self._earlier.pop(id(parameter), None)

@@ -21,8 +21,7 @@ from shardwright.torch.parameters.delayed_initialization import is_recorded
 from shardwright.torch.parameters.parameter_kinds import can_be_sharded, gradient_dtype, low_precision
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.modules import ModelTree
-from shardwright.torch.replicas.gradient_buckets import Reduced
-from shardwright.torch.replicas.gradient_hook import GradientHook
+from shardwright.torch.replicas.gradient_buckets import BucketMaker, Reduced
 from shardwright.torch.replicas.reducer import GradientReducer
 from shardwright.torch.replicas.replica_buffers import ReplicaBuffers, UpdatedParts
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
@@ -138,7 +137,7 @@ class Replicas:
         self._module = module
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
-        self._hook: GradientHook | None = None
+        self._make_bucket: BucketMaker | None = None
         self._reducer: GradientReducer | None = None
         self.buffers: ReplicaBuffers | None = None
         self.sharding: Sharding | None = None
@@ -229,7 +228,7 @@ class Replicas:
             replica_group=context.groups.replica,
             in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
-            hook=self._hook,
+            make_bucket=self._make_bucket,
             settles=context.mesh.share > 1,
         )
         return self._reducer
@@ -242,24 +241,13 @@ class Replicas:
     @property
     def have_one_gradient(self) -> bool:
         """Whether all replicas have the same gradients after a step, so that each may look at some."""
-        return self.sharding is None and self._hook is None
+        return self.sharding is None and self._make_bucket is None
 
-    def reduce_by(self, hook: GradientHook) -> None:
-        """Has a function of the script reduce gradients over replicas; before the first step."""
-        if self._context.groups.shard is not None:
-            raise UsageError(
-                "a communication hook reduces whole gradients, and sharded_data_parallel_degree is "
-                f"{self._context.mesh.shard}: each replica gets the sums of its rows alone. Set it to 1, or "
-                "register no hook."
-            )
-        if self._context.mesh.share > 1:
-            raise UsageError(
-                "a communication hook reduces whole gradients, and tensor_parallel_degree is "
-                f"{self._context.mesh.share}: each rank has parts of them. Set it to 1, or register no hook."
-            )
+    def reduce_by(self, make_bucket: BucketMaker) -> None:
+        """Has buckets of whole gradients reduced by others than `SummedBucket`; before the first step."""
         if self._reducer is not None:
             raise UsageError("the model has made a step already. Register the hook before the first one.")
-        self._hook = hook
+        self._make_bucket = make_bucket
 
     def _reduces_in_every_backward(self, members: Sequence[Reduced]) -> bool:
         """Whether no rank keeps whole gradients of shared parameters from one microbatch to the next."""

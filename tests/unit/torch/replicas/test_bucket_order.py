@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.comm.collectives import shardwright_process_group
+from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
 from shardwright.torch.replicas.gradient_buckets import ShardedBucket
-from shardwright.torch.replicas.gradient_hook import BucketOrder, Turn
 
 
 class Noted:

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.hooks import RemovableHandle
 
 from shardwright import cpu_mode
@@ -18,10 +16,10 @@ from shardwright.errors import UsageError
 from shardwright.torch.batch.step_output import BatchResult
 from shardwright.torch.interception.backward_calls import BackwardWatch, refuse_no_tensor
 from shardwright.torch.interception.glue import active_handler
-from shardwright.torch.replicas.gradient_hook import GradientHook
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.backward_without_step import BackwardWithoutStep
+from smdistributed.modelparallel.torch.communication_hook import reduce_by_hook
 from smdistributed.modelparallel.torch.ds_parameters import describe_parts
 from smdistributed.modelparallel.torch.joining import Joining
 from smdistributed.modelparallel.torch.local_modules import local_named_modules
@@ -202,7 +200,7 @@ class DistributedModel(ModelStates):
         Raises:
             UsageError: `state` is a group that has ranks of other stages, too.
         """
-        self.replicas.reduce_by(GradientHook(_for_replicas(state, hook), hook))
+        reduce_by_hook(self.replicas, state, hook)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Has ``hook(model, optimizer)`` called once every rank has its part.
@@ -351,18 +349,3 @@ def _check_options(trace_device: str, backward_passes_per_step: int, *, broadcas
             "those of the first.",
             stacklevel=3,
         )
-
-
-def _for_replicas(given: Any, hook: Callable[[Any, Any], Any]) -> Any:
-    """What a hook is called with: PyTorch's own take None for all ranks, those of other stages, too."""
-    group = current_run().groups.data
-    if group is None or dist.get_world_size(group) == dist.get_world_size():
-        return given
-    if given is None and getattr(hook, "__module__", "") == default_hooks.__name__:
-        return group
-    if isinstance(given, dist.ProcessGroup) and dist.get_world_size(given) != dist.get_world_size(group):
-        raise UsageError(
-            f"the communication hook is given a group of {dist.get_world_size(given)} ranks, but "
-            f"{dist.get_world_size(group)} have the gradients of this stage. Pass smp.get_dp_process_group()."
-        )
-    return given

@@ -1,96 +1,53 @@
-"""Notes when gradients are done, and in which order.
+"""Has a function of the script reduce gradients over replicas.
 
 The hook takes this replica's gradients of a bucket, and returns a future of the gradients that all replicas
 use. It reduces as it likes: in fewer bits, in its own group.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from shardwright.errors import UsageError
-from shardwright.torch.replicas.gradient_buckets import Bucket, flags_of, gradient_of, hand_out
-
-if TYPE_CHECKING:
-    from shardwright.torch.replicas.gradient_buckets import Reduced
-
-
-# Buckets under way: while one is reduced the next is filled. A backward that is faster than the network would
-# leave whole gradients of everything waiting.
-_MOST_UNDER_WAY = 2
+from shardwright.torch.replicas.gradient_buckets import Reduced, flags_of, gradient_of, hand_out
+from shardwright.torch.replicas.replicas import Replicas
+from smdistributed.modelparallel.torch.state_mod import current_run
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A bucket in its turn.
-
-    Attributes:
-        late: gradients come from elsewhere, too: it never starts by itself.
-    """
-
-    bucket: Bucket
-    late: bool = False
-
-
-class BucketOrder:
-    """Starts buckets in one order, each as soon as it has all its gradients."""
-
-    def __init__(self, turns: Sequence[Turn], *, is_last: bool = True):
-        self._turns = turns
-        self._is_last = is_last
-        self._place_of = {
-            id(member.parameter): place for place, turn in enumerate(turns) for member in turn.bucket.members
-        }
-        self._ready: set[int] = set()
-        self._missing: list[int] = []
-        self._next = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """No gradients are there."""
-        self._ready.clear()
-        self._missing = [len(turn.bucket.members) for turn in self._turns]
-        self._next = 0
-
-    def is_there(self, parameter: Tensor) -> None:
-        """The gradient of a parameter is complete."""
-        place = self._place_of.get(id(parameter))
-        if place is None or id(parameter) in self._ready:
-            return
-        self._ready.add(id(parameter))
-        self._missing[place] -= 1
-        while self._next < len(self._turns):
-            if self._missing[self._next] or self._turns[self._next].late:
-                break
-            self._start_next()
-
-    def start_rest(self) -> None:
-        """Starts all that have not been started."""
-        while self._next < len(self._turns):
-            self._start_next()
-
-    def _start_next(self) -> None:
-        turn = self._turns[self._next]
-        if self._next >= _MOST_UNDER_WAY:
-            self._turns[self._next - _MOST_UNDER_WAY].bucket.let_go()
-        self._next += 1
-        turn.bucket.start(is_last=self._is_last)
+def reduce_by_hook(replicas: Replicas, given: Any, hook: Callable[[Any, Any], Any]) -> None:
+    """Has ``hook(given, bucket)`` reduce whole gradients; before the first step."""
+    mesh = current_run().mesh
+    if current_run().groups.shard is not None:
+        raise UsageError(
+            "a communication hook reduces whole gradients, and sharded_data_parallel_degree is "
+            f"{mesh.shard}: each replica gets the sums of its rows alone. Set it to 1, or register no hook."
+        )
+    if mesh.share > 1:
+        raise UsageError(
+            "a communication hook reduces whole gradients, and tensor_parallel_degree is "
+            f"{mesh.share}: each rank has parts of them. Set it to 1, or register no hook."
+        )
+    replicas.reduce_by(partial(HookedBucket, hook=partial(hook, _for_replicas(given, hook))))
 
 
-@dataclass(frozen=True, slots=True)
-class GradientHook:
-    """A hook function, and its state.
-
-    Attributes:
-        function: ``function(state, bucket)`` gives a future of a tensor, or of a list with one.
-    """
-
-    state: Any
-    function: Callable[[Any, Any], Any]
+def _for_replicas(given: Any, hook: Callable[[Any, Any], Any]) -> Any:
+    """What a hook is called with: PyTorch's own take None for all ranks, those of other stages, too."""
+    group = current_run().groups.data
+    if group is None or dist.get_world_size(group) == dist.get_world_size():
+        return given
+    if given is None and getattr(hook, "__module__", "") == default_hooks.__name__:
+        return group
+    if isinstance(given, dist.ProcessGroup) and dist.get_world_size(given) != dist.get_world_size(group):
+        raise UsageError(
+            f"the communication hook is given a group of {dist.get_world_size(given)} ranks, but "
+            f"{dist.get_world_size(group)} have the gradients of this stage. Pass smp.get_dp_process_group()."
+        )
+    return given
 
 
 class _GradientsOfBucket:
@@ -132,12 +89,12 @@ class HookedBucket:
 
     def __init__(
         self,
-        members: "Sequence[Reduced]",
+        members: Sequence[Reduced],
         group: dist.ProcessGroup,
-        hook: GradientHook,
-        *,
         index: int,
         is_last: bool,
+        *,
+        hook: Callable[[_GradientsOfBucket], Any],
     ):
         self.members = members
         self._group = group
@@ -156,7 +113,7 @@ class HookedBucket:
         self._work = dist.all_reduce(self._flags, group=self._group, async_op=True)
         parameters = [member.parameter for member in self.members]
         bucket = _GradientsOfBucket(buffer, parameters, index=self._index, is_last=self._is_last)
-        self._future = self._hook.function(self._hook.state, bucket)
+        self._future = self._hook(bucket)
         if not hasattr(self._future, "wait"):
             raise UsageError(
                 f"the communication hook returns a {type(self._future).__name__}, but it must return a "
