@@ -8,6 +8,7 @@ the run's secret; where ranks have none, as data, which only plain values and te
     table = smp.recv_from(0, smp.RankType.WORLD_RANK)      on rank 3
 """
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.joining.process_group import seal_of_session
-from shardwright.comm.joining.run_secret import packed_with_tensors, unpacked_with_tensors
+from shardwright.comm.joining.run_secret import packed, unpacked
 from shardwright.comm.missing_ranks import Terms
 from shardwright.comm.roll_call import Call
 from shardwright.comm.tensor_codec import DecodeError, decode, encode
@@ -126,10 +127,17 @@ def _packed(obj: Any) -> Tensor:
     """An object as bytes: as `torch.save` has it, under the run's secret; without one, as data alone."""
     seal = seal_of_session()
     if seal is None:
-        data = encode(obj, other=lambda thing: packed_with_tensors(thing, seal, _PLACE))
+        data = encode(obj, other=lambda thing: packed(thing, seal, _PLACE))
     else:
-        data = packed_with_tensors(obj, seal, _PLACE)
+        data = packed(obj, seal, _PLACE, dumps=_saved)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _saved(obj: Any) -> bytes:
+    """An object as `torch.save` has it: tensors that share memory do so afterwards."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
 
 
 def _start(obj: Any, ranks: Sequence[int]) -> list[tuple[dist.Work, Tensor]]:
@@ -168,8 +176,11 @@ def _receive(source: int) -> Any:
         # What was on the sender's GPU comes to this rank's.
         return storage if location == "cpu" else storage.to(device)
 
+    def loaded(saved: bytes) -> Any:
+        return torch.load(io.BytesIO(saved), map_location=here, weights_only=False)
+
     if seal is not None:
-        return unpacked_with_tensors(data, seal, _PLACE, map_location=here)
+        return unpacked(data, seal, _PLACE, loads=loaded)
     try:
         return decode(data)
     except DecodeError as error:

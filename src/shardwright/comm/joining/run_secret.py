@@ -19,7 +19,6 @@ this run made it. A run without a secret has no such code, and does not send the
 """
 
 import hmac
-import io
 import os
 import pickle
 import secrets
@@ -161,28 +160,11 @@ def packed(
     return _sealed(dumps(thing) if seal is not None else b"", thing, seal, place)
 
 
-def unpacked(data: bytes, seal: Seal | None, place: str) -> Any:
-    """The object of `packed`."""
-    return pickle.loads(_opened(data, seal, place))
-
-
-def packed_with_tensors(thing: Any, seal: Seal | None, place: str) -> bytes:
-    """As `packed`, by `torch.save`: tensors that share memory do so afterwards."""
-    import torch
-
-    buffer = io.BytesIO()
-    if seal is not None:
-        torch.save(thing, buffer)
-    return _sealed(buffer.getvalue(), thing, seal, place)
-
-
-def unpacked_with_tensors(
-    data: bytes, seal: Seal | None, place: str, *, map_location: Callable[[Any, str], Any] | None = None
+def unpacked(
+    data: bytes, seal: Seal | None, place: str, *, loads: Callable[[bytes], Any] = pickle.loads
 ) -> Any:
-    """The object of `packed_with_tensors`."""
-    import torch
-
-    return torch.load(io.BytesIO(_opened(data, seal, place)), map_location=map_location, weights_only=False)
+    """The object of `packed`."""
+    return loads(_opened(data, seal, place))
 
 
 def _sealed(data: bytes, thing: Any, seal: Seal | None, place: str) -> bytes:

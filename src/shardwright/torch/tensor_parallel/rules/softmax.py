@@ -224,25 +224,19 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(call: Call) -> list[Candidate] | None:
     """The logarithm of the target's probability is on the rank that has the target's class."""
-    scores, target = call.inputs[:2]
+    scores = call.inputs[0]
     classes = 1 if scores.ndim > 1 else 0
     cut = scores.cut
     if cut is None or (cut.dim != classes and cut.dim != 0):
         return None
     reduction, ignored = call["reduction"], call["ignore_index"]
     is_row = cut.dim != classes
-    ndim = target.ndim
 
     def forward(group: TensorGroup, func: Any, args: list[Any], kwargs: Any) -> tuple[Tensor, Tensor]:
         data, wanted, weight = args[:3]
         counts = wanted != ignored
         weights = None if weight is None else _weights(weight, wanted, counts)
-        if is_row:
-            picked = counts
-            rows = torch.where(counts, wanted, 0)
-        else:
-            rows, is_own = own_rows(wanted, cut, group.rank)
-            picked = counts & is_own
+        rows, picked = _picked(wanted, counts, None if is_row else cut, group.rank)
         if data.shape[classes]:
             losses = -data.gather(classes, rows.unsqueeze(classes)).squeeze(classes)
             losses = torch.where(picked, losses, torch.zeros((), dtype=data.dtype, device=data.device))
@@ -258,14 +252,9 @@ def nll_loss(call: Call) -> list[Candidate] | None:
         return (loss / total if reduction == _MEAN else loss), total
 
     of_target: Placement = cut if is_row else WHOLE
+    of_loss: Placement = cut if is_row and reduction == _NONE else PARTIAL_SUM
     inputs: tuple[Placement, ...] = (cut, of_target, *(WHOLE for _ in call.inputs[2:]))
-    if reduction == _NONE:
-        outputs: tuple[Placement, ...] = (cut.at(0) if is_row else PARTIAL_SUM, WHOLE)
-        if ndim == 0:
-            outputs = (PARTIAL_SUM, WHOLE)
-    else:
-        outputs = (PARTIAL_SUM, WHOLE)
-    return [Candidate(inputs, outputs, compute=forward, share=1 / call.num_ranks)]
+    return [Candidate(inputs, (of_loss, WHOLE), compute=forward, share=1 / call.num_ranks)]
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward")
@@ -282,16 +271,14 @@ def gradient_of_nll_loss(call: Call) -> list[Candidate] | None:
     def backward(group: TensorGroup, func: Any, args: list[Any], kwargs: Any) -> Tensor:
         outer, data, wanted, weight = args[:4]
         total = args[-1]
-        rows, picked = (torch.where(wanted != ignored, wanted, 0), wanted != ignored)
-        if not is_row:
-            rows, is_own = own_rows(wanted, cut, group.rank)
-            picked = picked & is_own
+        counts = wanted != ignored
+        rows, picked = _picked(wanted, counts, None if is_row else cut, group.rank)
         result = torch.zeros_like(data)
         if not data.shape[classes]:
             return result
         values = -outer / total if reduction == _MEAN else -outer
         if weight is not None:
-            values = values * _weights(weight, wanted, wanted != ignored)
+            values = values * _weights(weight, wanted, counts)
         values = torch.where(picked, values.expand(rows.shape), torch.zeros_like(values))
         return result.scatter_(classes, rows.unsqueeze(classes), values.unsqueeze(classes))
 
@@ -299,6 +286,14 @@ def gradient_of_nll_loss(call: Call) -> list[Candidate] | None:
     of_target = cut.at(0) if is_row else WHOLE
     inputs: tuple[Placement, ...] = (of_gradient, cut, of_target, *(WHOLE for _ in call.inputs[3:]))
     return [Candidate(inputs, (cut,), compute=backward, share=1 / call.num_ranks)]
+
+
+def _picked(wanted: Tensor, counts: Tensor, cut: Cut | None, rank: int) -> tuple[Tensor, Tensor]:
+    """The row of each target's class in a rank's part of them, and whether it is there, and counts."""
+    if cut is None:
+        return torch.where(counts, wanted, 0), counts
+    rows, is_own = own_rows(wanted, cut, rank)
+    return rows, counts & is_own
 
 
 def _weights(weight: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
