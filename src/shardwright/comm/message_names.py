@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     MEETING = 6
     CHECKPOINT = 7
     UPDATE = 8
+    FACTS = 9
 
     def __str__(self) -> str:
         return _TEXTS[self]
@@ -41,6 +42,7 @@ _TEXTS = {
     Purpose.NORM: "a norm of gradients",
     Purpose.CHECKPOINT: "whether a checkpoint is due (step_done, save or wait of sw.Checkpoints)",
     Purpose.UPDATE: "a number that an optimizer takes over all stages (step of DistributedOptimizer)",
+    Purpose.FACTS: "what ranks tell each other (such as whether each can save)",
     Purpose.MEETING: "a call on all ranks, such as model.state_dict() or sw.barrier()",
 }
 

@@ -165,6 +165,11 @@ class SmallCollectives:
         self._others = tuple(other for other in ranks if other != rank)
         self._local = local if local is not None and all(other in local for other in self._others) else None
 
+    @property
+    def on_one_host(self) -> bool:
+        """Whether messages go by connections of the ranks' own."""
+        return self._local is not None
+
     def broadcast(self, tensors: Sequence[Tensor], source: int, purpose: Purpose) -> None:
         """Gives all ranks the tensors of one of them, given by its world rank."""
         parts = [bytes_of(tensor) for tensor in tensors if tensor.numel()]

@@ -17,6 +17,7 @@ from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import default_store, group_of, tell_all, tell_from
 from shardwright.comm.joining.store import ValueBoard
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.message_names import Purpose
 from shardwright.comm.pulse import PageAddress, Pulse
 from shardwright.comm.roll_call import RollCall
 from shardwright.comm.transport import SmallCollectives, Transport
@@ -266,7 +267,12 @@ class Context:
 
     def from_all_ranks(self, fact: _T) -> list[_T]:
         """Tells all ranks a fact, of kinds that `codec` takes; collective over them."""
-        return tell_all(fact) if self.mesh.world_size > 1 else [fact]
+        if self.mesh.world_size == 1:
+            return [fact]
+        world = self.links.world
+        if world is None or not world.on_one_host:
+            return tell_all(fact)
+        return tell_all(fact, gather=lambda message: world.gather(message, Purpose.FACTS))
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """Broadcasts the first rank's result, of kinds that `codec` takes; collective over all ranks.

@@ -20,7 +20,13 @@ from shardwright.comm.message_names import listed, lost_peer, names_a_lost_peer
 from shardwright.comm.pulse import Doing, Pulse, Pulses
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Stalls, Whereabouts
-from shardwright.errors import CheckpointError, PeerLostError, PeerTimeoutError, UsageError
+from shardwright.errors import (
+    CheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
+    ShardwrightError,
+    UsageError,
+)
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.runtime.action_loop import note_actions_on, present_action
 
@@ -140,6 +146,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 _T = TypeVar("_T")
+_F = TypeVar("_F")
 
 _RUNS = itertools.count()
 
@@ -264,18 +271,25 @@ def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> Abstra
 
 def on_every_rank(run: Context, make: Callable[[], _T]) -> _T:
     """Makes something on every rank, or on none if one rank cannot; collective over all ranks."""
-    made: list[_T] = []
-    problem = ""
+    return on_every_rank_told(run, lambda: (make(), None))[0]
+
+
+def on_every_rank_told(run: Context, make: Callable[[], tuple[_T, _F]]) -> tuple[_T, list[_F]]:
+    """The same, where each rank also makes a fact that all are told; returns those of all ranks."""
+    made: list[tuple[_T, _F]] = []
+    problem: ShardwrightError | None = None
     try:
         made.append(make())
-    except CheckpointError as error:
-        problem = str(error)
+    except ShardwrightError as error:
+        problem = error
     except Exception as error:  # of the script's own objects, or no memory for the copies
-        problem = f"rank {run.rank}: {type(error).__name__}: {error}"
-    first = next((each for each in run.from_all_ranks(problem) if each), None)
+        problem = CheckpointError(f"rank {run.rank}: {type(error).__name__}: {error}")
+    fact: Any = made[0][1] if made else None
+    told = run.from_all_ranks((problem, fact))
+    first = next((each for each, _ in told if each is not None), None)
     if first is not None:
-        raise CheckpointError(first)
-    return made[0]
+        raise first
+    return made[0][0], [fact for _, fact in told]
 
 
 def ranks_with_the_model() -> tuple[int, ...]:

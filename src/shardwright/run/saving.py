@@ -41,6 +41,7 @@ Document = Mapping[str, Any]
 _BEAT_S = 1.0
 _LOOK_S = 0.002
 _LATEST_PAUSE_S = 0.25
+_PAUSE_FOR_A_RANK_S = 0.02  # the more ranks are asked for, the longer
 _AT_EXIT_S = 10.0  # when the script has ended
 
 
@@ -264,7 +265,7 @@ class SaveUnderWay:
                     )
                 pulses[rank] = self._pulse(rank, *pulses[rank])
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LATEST_PAUSE_S)
+            pause_s = min(1.5 * pause_s, _PAUSE_FOR_A_RANK_S * max(1, len(pulses)), _LATEST_PAUSE_S)
         return found
 
     def _pulse(self, rank: int, beat: str, since_s: float) -> tuple[str, float]:

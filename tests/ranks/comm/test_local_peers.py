@@ -185,6 +185,29 @@ def test_small_collectives(num_ranks, shared_memory):
     assert run_ranks(collect, num_ranks) == [expected] * num_ranks
 
 
+def test_short_facts_of_ranks_on_one_host_need_no_threads_of_gloo(monkeypatch):
+    """A stall of saves was mostly that: each thread that wakes up waits for a core. Long ones go as ever."""
+
+    def tell():
+        sw.init({"run_dir": "off", "pipeline_parallel_degree": 1})
+        run, all_gather, lengths = context(), dist.all_gather, []
+
+        def noted(found, message, **options):
+            lengths.append(len(message))
+            return all_gather(found, message, **options)
+
+        monkeypatch.setattr(dist, "all_gather", noted)
+        texts = ["x" * length for length in (0, 3, 900, 1007, 1008, 1009, 1016, 1017, 5000)]
+        told = [run.from_all_ranks((run.rank, text)) for text in texts]
+        told.append(run.from_all_ranks("y" * 2000 if run.rank else ""))
+        assert told == [*([(0, text), (1, text)] for text in texts), ["", "y" * 2000]]
+        return lengths
+
+    for lengths in run_ranks(tell, 2):
+        assert min(lengths) > 1024
+        assert 2 < len(lengths) < 8
+
+
 def test_a_run_after_another_has_memory_of_its_own():
     def twice():
         losses, num_fds = [], []

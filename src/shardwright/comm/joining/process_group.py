@@ -329,9 +329,9 @@ def leave_groups_in_doubt() -> None:
         _GROUPS.in_doubt = False
 
 
-def tell_all(fact: Any, *, group: dist.ProcessGroup | None = None, objects: bool = False) -> list[Any]:
-    """Tells all ranks of a group a fact; collective over them."""
-    return facts_of_all(fact, seal=seal_of_session(), group=group, objects=objects)
+def tell_all(fact: Any, *, group: dist.ProcessGroup | None = None, **how: Any) -> list[Any]:
+    """Tells all ranks of a group a fact; collective over them. `how`: see `facts_of_all`."""
+    return facts_of_all(fact, seal=seal_of_session(), group=group, **how)
 
 
 def tell_from(source: int, fact: Any) -> Any:

@@ -22,8 +22,8 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.observe.run_folder import hold, release, show_path
 from shardwright.plan import Plan
-from shardwright.run.joint_calls import call_together, first_cause_named, meet, on_every_rank
-from shardwright.run.saving import CheckpointDraft, SaveUnderWay, new_draft
+from shardwright.run.joint_calls import call_together, first_cause_named, meet, on_every_rank_told
+from shardwright.run.saving import CheckpointDraft, RankSnapshot, SaveUnderWay, new_draft
 from shardwright.torch._private.modules import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import StateObjects
 from shardwright.torch.checkpoints.snapshot import PLAN, RankDocument, StateDocument, take_snapshot
@@ -190,18 +190,19 @@ class Saves:
         if self._model.replicas.buffers is not None:
             with torch.no_grad():
                 self._model.replicas.buffers.agree()  # each replica writes a part of them
-        states, digests = on_every_rank(current, self._states_of_now)
-        told = current.from_all_ranks(digests)
-        alike = {name: all(own[name] == digest for own in told) for name, digest in digests.items()}
+        states, told = on_every_rank_told(current, self._states_of_now)
+        alike = {name: all(each[name] == told[0][name] for each in told) for name in states}
         mine = states if current.rank == 0 else {n: value for n, value in states.items() if not alike[n]}
-        snapshot, of_run = on_every_rank(
-            current,
-            lambda: (
-                take_snapshot(current, self._model, mine, alike=alike, copies=copies),
-                documents_of_run(current.plan, self._model.module) if current.rank == 0 else {},
-            ),
-        )
-        draft = current.from_first_rank(lambda: self._new_draft(step))
+
+        def begun() -> tuple[tuple[RankSnapshot, dict[str, bytes]], CheckpointDraft | None]:
+            snapshot = take_snapshot(current, self._model, mine, alike=alike, copies=copies)
+            if current.rank:
+                return (snapshot, {}), None
+            of_run = documents_of_run(current.plan, self._model.module)
+            return (snapshot, of_run), self._new_draft(step)  # the next save removes it if another rank fails
+
+        (snapshot, of_run), (draft, *_) = on_every_rank_told(current, begun)
+        assert draft is not None
         others = self._others(step, alike, of_run) if current.rank == 0 else lambda _: {}
         self._under_way = SaveUnderWay(
             current, draft, snapshot, folder=self._folder, disk=self._disk, others=others
@@ -287,7 +288,7 @@ class Saves:
     def _finish(self, under_way: SaveUnderWay) -> None:
         """Tells how a save has ended; collective."""
         self._under_way = None
-        problem, remark = self._context.from_first_rank(lambda: (under_way.problem, under_way.remark))
+        problem, remark = self._context.from_all_ranks((under_way.problem, under_way.remark))[0]
         if problem is None:
             self.note("saved", step=under_way.step, seconds=under_way.seconds, folder=str(self.folder))
             if remark and self._context.rank == 0:
