@@ -143,7 +143,9 @@ def _proof(rank: int, mine: Note, fresh: Mapping[int, Note]) -> str:
     elsewhere = {
         other: note
         for other, note in others.items()
-        if (note.joint is None or note.joint.group != mine.joint.group) and rank in needed_by(note)
+        if (note.joint is None or note.joint.group != mine.joint.group)
+        and rank in needed_by(note)
+        and not _has_been_there(mine, note)
     }
     if not elsewhere:
         return ""
@@ -153,6 +155,13 @@ def _proof(rank: int, mine: Note, fresh: Mapping[int, Note]) -> str:
         f"{listed(tuple(elsewhere))}, which waits for rank {rank}: {told}. All ranks of a group make the "
         "same collectives, in the same order: call it on all of them, or give it a group of those that do."
     )
+
+
+def _has_been_there(mine: Note, other: Note) -> bool:
+    """Whether a rank has done the call that another one is still in: messages may be under way."""
+    if other.place is None or not mine.counts_hold:
+        return False
+    return dict(mine.counts).get(other.place.ranks, 0) >= other.place.number
 
 
 _TICK_S = 0.5

@@ -202,6 +202,16 @@ def test_a_collective_waits_for_a_rank_that_sleeps_or_says_nothing():
         assert Ranks(alone, waiting(), other).look(times=9) == ["", "", ""]
 
 
+def test_a_rank_that_has_left_the_call_of_the_others_does_not_end():
+    """Bug: out of model.state_dict() first, it ended in its barrier: others had large messages under way."""
+    alone = replace(waiting(place=None, joint=REDUCE), counts=((STEP.ranks, STEP.number),))
+    assert Ranks(alone, waiting(), waiting()).look(times=9) == ["", "", ""]
+    failed_there = replace(alone, counts_hold=False)
+    before = replace(alone, counts=((STEP.ranks, STEP.number - 1),))
+    for other in (failed_there, before):
+        assert Ranks(other, waiting(), waiting()).look()[0].startswith("rank 0 waits in torch.distributed")
+
+
 def test_ranks_that_wait_for_a_message_of_the_step_do_not_end():
     """A large message on a slow network takes long, and both ends wait."""
     assert Ranks(waiting(), waiting(), waiting()).look(times=9) == ["", "", ""]
