@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.comm.codec import declare
@@ -108,12 +108,12 @@ class StepRecording:
         return events, [RankMemoryAfter(*end) for end in ends]
 
     def _predicted(self, step: BatchRecord) -> Simulation | None:
-        """The order of work as its plan expects it, where it is that of the step."""
+        """The step's order of work as the plan expects it; a smaller batch has fewer microbatches."""
         plan = self._context.plan
         assert step.schedule is not None
         if plan is None or plan.prediction is None or len(plan.stages) != step.schedule.num_stages:
             return None
-        return play(base_setting(plan)).simulation
+        return play(replace(base_setting(plan), schedule=step.schedule)).simulation
 
     def _memory_after(self) -> RankMemoryAfter:
         """What the tensors of the training take on this rank, and all that is in use.

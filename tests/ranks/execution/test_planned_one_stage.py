@@ -27,7 +27,7 @@ from shardwright.run.context import context
 from shardwright.testing import run_ranks
 
 
-def train(settings, *, steps=2):
+def train(settings, *, steps=2, last=16):
     from torch import nn
 
     torch.manual_seed(0)
@@ -38,9 +38,9 @@ def train(settings, *, steps=2):
     step = sw.step(squares)
     generator = torch.Generator().manual_seed(1 + sw.dp_rank())
     losses = []
-    for _ in range(steps):
+    for number in range(1, steps + 1):
         optimizer.zero_grad(set_to_none=True)
-        x = torch.randn(16, 32, generator=generator, dtype=torch.float64)
+        x = torch.randn(last if number == steps else 16, 32, generator=generator, dtype=torch.float64)
         losses.append(step(model, x).reduce_mean().item())
         optimizer.step()
     with torch.no_grad():
@@ -83,6 +83,18 @@ def test_one_rank(tmp_path):
     (memory,), (stage,) = plan["prediction"]["memory"], plan["prediction"]["stages"]
     assert memory["activations_bytes"] == stage["saved_bytes"]  # a microbatch at a time, as it runs
     assert plan["mesh"] == {"pipeline": 1, "data": 1, "shard": 1, "placement_strategy": "DPT"}
+
+
+def test_a_timeline_predicts_the_microbatches_of_its_step(tmp_path):
+    """Bug: beside two microbatches of a smaller batch stood the four of the plan."""
+    settings = {"pipeline": "gpipe", "microbatches": 4, "trace": True, "run_dir": str(tmp_path)}
+    run_ranks(train, 1, settings, steps=3, last=2)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    predicted, measured = (
+        [e["name"] for e in events if e["ph"] == "X" and e["tid"] == thread and e["cat"] != "wait"]
+        for thread in (1, 2)
+    )
+    assert predicted == measured == ["0F0", "0B0", "0F1", "0B1"]
 
 
 def cores_and_crowding(folder):
