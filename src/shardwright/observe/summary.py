@@ -84,9 +84,11 @@ class RunTotals:
 
     @property
     def slowest(self) -> str:
-        """The rank that cost most, in few words; empty where there is none."""
+        """The rank that cost most, in few words; empty where none cost much."""
         lost_s, rank = next(iter(self._costs()), (0.0, 0))
-        return f"rank {rank}: {min(1.0, lost_s / self._seconds):.0%}" if lost_s and self._seconds else ""
+        if lost_s <= _TOLD * self._seconds or not self._seconds:
+            return ""
+        return f"rank {rank}: {min(1.0, lost_s / self._seconds):.0%}"
 
     @property
     def step_s(self) -> float:

@@ -130,8 +130,7 @@ class Replay:
     """A setting played out.
 
     Attributes:
-        step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead, correction, and
-            code outside of the model.
+        step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead.
     """
 
     setting: Setting

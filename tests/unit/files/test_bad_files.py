@@ -117,6 +117,7 @@ def test_a_mark_of_byte_order_is_passed_over(reader, tmp_path):
     reader.read(tmp_path)
 
 
+@pytest.mark.parametrize("read", [summarize, gather])
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -127,12 +128,12 @@ def test_a_mark_of_byte_order_is_passed_over(reader, tmp_path):
         ('{"step": 1, "memory/peak_by_rank(GiB)": 3}', "(GiB) is 3, but it must be a list"),
     ],
 )
-def test_metrics_of_another_kind_name_the_field(tmp_path, line, message):
+def test_metrics_of_another_kind_name_the_field(tmp_path, line, message, read):
     """`shardwright runs` ended in a traceback where a metric was no number."""
     folder = run_folder(tmp_path / "run", None)
     (folder / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(ShardwrightError) as refused:
-        (summarize(folder), gather(folder))
+        read(folder)
     assert message in str(refused.value)
 
 

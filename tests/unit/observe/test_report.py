@@ -245,6 +245,19 @@ def test_a_plan_alone(tmp_path: Path) -> None:
     assert "The times of the units were measured." in text
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_a_run_lacks_is_told(tmp_path: Path, steps: int) -> None:
+    """Bugs: bad lines were told beside good ones alone, and any such run had "ended in its first step"."""
+    folder = run_folder(tmp_path / "run", planned(), steps=steps)
+    (folder / "steps.json").unlink(missing_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("garbage\ngarbage\n")
+    no_timeline, *no_step, left_out = gather(folder).notes
+    assert no_timeline == "No step was recorded, so no timeline was measured."
+    assert no_step == ["No step was done, so nothing was measured."] * (steps == 0)
+    assert f"line {steps + 1} is no JSON" in left_out
+
+
 def test_names_from_files_are_text(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>{stage}"
     plan = planned(unit=evil)

@@ -142,6 +142,8 @@ def test_the_rank_that_cost_most_is_told_of_a_run():
     steps = [StepRecord(step=n, seconds=1.0, samples=8, **each) for n, each in enumerate(slow, start=1)]
     assert totals_of(steps).slowest == "rank 1: 17%"
     assert totals_of(steps[3:]).slowest == ""
+    short = [StepRecord(step=1, seconds=100.0, samples=8, slow_rank=1, slow_s=0.4)]
+    assert totals_of(short).slowest == ""  # "rank 1: 0%" told nothing
 
 
 def life(begun_s, steps, *, each_s=2.0, before=(), start_s=10.0, slow_s=None):

@@ -157,7 +157,7 @@ def gather(path: Path) -> ReportData:
             "plan for them: shardwright search MODEL FILE"
         )
     if not path.is_dir():
-        return _put_together(path.stem, Plan.read(path))
+        return _put_together(path.stem, Plan.read(path), Records())
     folder = RunFolder(path.absolute())
     plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
     records = read_steps(folder.metrics_file)
@@ -166,12 +166,7 @@ def gather(path: Path) -> ReportData:
             f"{printable(str(path))} holds neither plan.json nor metrics.jsonl: it is no run folder, or the "
             "run ended before its first step. Name another: shardwright runs"
         )
-    return _put_together(
-        folder.path.name,
-        plan,
-        records,
-        folder=folder,
-    )
+    return _put_together(folder.path.name, plan, records, folder=folder)
 
 
 def _of_step(step: StepRecord) -> dict[str, Any]:
@@ -194,12 +189,11 @@ def _of_step(step: StepRecord) -> dict[str, Any]:
 def _put_together(
     name: str,
     plan: Plan | None,
-    lines: Records | None = None,
+    lines: Records,
     *,
     folder: RunFolder | None = None,
 ) -> ReportData:
     """Of a run in a folder, or of a plan alone."""
-    lines = lines or Records()
     where = "" if folder is None else show_path(folder.metrics_file)
     found = [record_of(line, where) for line in lines]
     totals = totals_of(found)
@@ -341,7 +335,7 @@ def _notes(
     elif plan.prediction is None:
         found.append("The plan predicts nothing: it was written by hand, or its prediction was removed.")
     if run and timeline is None:
-        found.append("No step was recorded, so no timeline was measured: the run ended in its first step.")
+        found.append("No step was recorded, so no timeline was measured.")
     if run and not steps:
         found.append("No step was done, so nothing was measured.")
     if run and steps and not any(step.memory_bytes for step in steps):
