@@ -149,7 +149,6 @@ class Engine:
                 self._step_end.come(
                     arguments,
                     losses=_losses(prepared, results),
-                    programs=[each.program for each in prepared],
                     schedule=schedule,
                     row=self.measured_row,
                     begun_s=begun_s,

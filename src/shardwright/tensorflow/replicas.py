@@ -33,7 +33,6 @@ from shardwright.schedule import Schedule
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.channels import call_in_turn, to_tensorflow, to_torch
 from shardwright.tensorflow.executor import Results
-from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.row_gradients import dense
 from shardwright.tensorflow.variables import tf_variable
 
@@ -54,7 +53,6 @@ class StepEnd:
         arguments: Arguments,
         *,
         losses: Sequence[float],
-        programs: Sequence[Program],
         schedule: Schedule | None,
         row: MeasuredRow,
         begun_s: float,
