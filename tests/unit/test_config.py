@@ -37,6 +37,13 @@ def test_every_setting_has_a_meaning() -> None:
         assert field.description, name
 
 
+def test_what_the_planner_does_not_look_at_pins_nothing() -> None:
+    """A plan said that its choice was fixed by `report False`."""
+    assert Config.parse({"report": False, "ddp_port": 1234, "seed": 3, "microbatches": 4}).pins == {
+        "microbatches": 4
+    }
+
+
 def test_smp_dictionary() -> None:
     config = Config.parse(
         {

@@ -78,8 +78,8 @@ ANEW = "anew"
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
     (
-        "ignored log_interval measure_s on_nonfinite run_dir run_name seed shared_memory steps timeout_s "
-        "trace trackers"
+        "ddp_port ignored log_interval measure_s on_nonfinite report run_dir run_name seed shared_memory "
+        "steps timeout_s trace trackers"
     ).split()
 )
 
