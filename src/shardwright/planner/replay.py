@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 
 from shardwright.cluster import Link
 from shardwright.config import Config
@@ -185,7 +186,8 @@ def changed(plan: Plan, change: Change) -> Plan:
     }
     flows = tuple(
         flow.model_copy(
-            update={name: round(getattr(flow, name) * share) for name in ("num_bytes", "gradient_bytes")}
+            # Not to 0: what flows has a gradient still.
+            update={name: ceil(getattr(flow, name) * share) for name in ("num_bytes", "gradient_bytes")}
         )
         for flow in conditions.flows
     )
@@ -291,7 +293,8 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     Microbatches are left out whose number no pin has set, and numbers of runners-up: the planner has weighed
     them by their own costs, which proportion would contradict.
     """
-    base_s = play(base_setting(plan)).step_s
+    base = base_setting(plan)
+    base_s = play(base).step_s
     microbatches = plan.schedule.microbatches
     changes = [
         ("10% faster compute", Change(compute_rate=1.1), ""),
@@ -306,6 +309,9 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
         ]
     found = []
     for name, change, assumption in changes:
-        step_s = play(base_setting(changed(plan, change))).step_s
+        setting = base_setting(changed(plan, change))
+        if change.num_microbatches is None:  # other costs would give another order of work, for a hair
+            setting = replace(setting, schedule=base.schedule)
+        step_s = play(setting).step_s
         found.append(Sensitivity(name, step_s, base_s - step_s, assumption))
     return tuple(found)
