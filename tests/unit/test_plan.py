@@ -108,7 +108,7 @@ def test_not_json(text: str) -> None:
     assert "Mend that line (a comma too many?), or make the plan anew." in refusal(text)
 
 
-@pytest.mark.parametrize("version", [0, 3, "1", None, True])
+@pytest.mark.parametrize("version", [0, 1, 3, "1", None, True])
 def test_other_version(version: Any) -> None:
     with pytest.raises(StalePlanError, match=f"has plan_version {version!r}, but shardwright"):
         Plan.parse(edited(plan_version=version))
