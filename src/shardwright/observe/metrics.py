@@ -269,6 +269,8 @@ def record_of(line: Mapping[str, Any], where: str) -> StepRecord:
             f"{where}: {Metric.MEMORY_BY_RANK} is {shown(peaks)}, but it must be a list. {FOREIGN}"
         )
 
+    found_bytes = [to_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks]
+
     def read(metric: Metric, *, times: float = 1.0) -> Any:
         number = number_or_none(line, metric, where)
         return None if number is None else number * times
@@ -284,7 +286,7 @@ def record_of(line: Mapping[str, Any], where: str) -> StepRecord:
         samples=read(Metric.SAMPLES, times=seconds) or 0,
         tokens=read(Metric.TOKENS, times=seconds),
         flops=read(Metric.COMPUTE, times=seconds),
-        memory_bytes=tuple(to_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
+        memory_bytes=tuple(num_bytes if math.isfinite(num_bytes) else 0.0 for num_bytes in found_bytes),
         memory_limit_bytes=read(Metric.MEMORY_LIMIT, times=_GIB),
     )
 

@@ -258,6 +258,15 @@ def test_what_a_run_lacks_is_told(tmp_path: Path, steps: int) -> None:
     assert f"line {steps + 1} is no JSON" in left_out
 
 
+def test_memory_that_is_no_number_is_not_drawn(tmp_path: Path) -> None:
+    """Bug: "Out of range float values are not JSON compliant"."""
+    folder = run_folder(tmp_path / "run", planned(), steps=1)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "memory/peak_by_rank(GiB)": ["NaN", 1e300]}\n')
+    assert "rank 1" in page(data := gather(folder))
+    assert data.peak_by_rank == (pytest.approx(4000), pytest.approx(4001))
+
+
 def test_names_from_files_are_text(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>{stage}"
     plan = planned(unit=evil)
