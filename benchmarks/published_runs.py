@@ -7,6 +7,7 @@ from typing import Any
 from fit import MeasuredRun
 from shardwright.catalogue import Transformer, find_architecture, from_hugging_face
 from shardwright.cluster import parse_inventory
+from shardwright.costs.calibration import ways_of
 from shardwright.costs.inputs import (
     FLOAT8,
     Dispatch,
@@ -166,6 +167,7 @@ def _recipe_run(row: Row, table: Row, models: Mapping[str, Any]) -> MeasuredRun:
             kept_layers=row.get("kept", 0) * shape.layers / row["pipeline"],
             float8=int(table["dtype"] == FLOAT8),
             fused=1,
+            stops_early=ways_of(table["runtime"])["stops_early"],
         ),
         rates=rates,
         step_s=row["batch"] * row["sequence"] / row["gpus"] / row["tokens"],
@@ -224,6 +226,7 @@ def _options(row: Row) -> Options:
         flash=_flash(row),
         hierarchical=1 if row.get("collectives") == "smddp" else 0,
         whole_layers=0 if row["group"] in _BALANCED else 1,
+        stops_early=ways_of(str(runtime(row)))["stops_early"],
     )
 
 

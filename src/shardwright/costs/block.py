@@ -151,7 +151,7 @@ class _Rank(RankRates):
 
 def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> BlockSeconds:
     rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
-    of_weights = _Rank(
+    weights_rank = _Rank(
         np.where(options.float8, np.maximum(rates.float8_flops_per_s, rates.flops_per_s), rates.flops_per_s),
         rates.memory_Bps,
         reached,
@@ -159,7 +159,7 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
         options.float8,
     )
     tokens = tokens_of(shape, options)
-    products = _products(of_weights, shape, options, tokens)
+    products = _products(weights_rank, shape, options, tokens)
     attention, attention_backward = _attention(rank, shape, options, tokens)
     elementwise = _elementwise(rank, shape, options, tokens)
     forward = products + attention + elementwise
@@ -167,11 +167,17 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     again = np.where(options.flash > 0, 0.0, attention)
     of_weights = shape.trained * products
     backward = products + of_weights + attention_backward + ELEMENTWISE_BACKWARD * elementwise
-    recompute = again_whole * forward + np.where(selective, again, 0.0)
+    # What a backward does not need: the product that ends a block without experts, one of four gathers and
+    # reduce-scatters, what comes back of experts.
+    spared = np.where(np.asarray(options.stops_early) > 0, again_whole, 0.0)
+    last = weights_rank.product(tokens, shape.ffn / options.tensor, shape.hidden)
+    recompute = again_whole * forward - np.where(np.asarray(shape.experts) > 1, 0.0, spared * last)
+    recompute = recompute + np.where(selective, again, 0.0)
     sums = _tensor(shape, options, rates, reached, tokens)
     ahead, back = _exposed_sums(options, reached, sums, products, of_weights)
-    exposed = (1 + again_whole) * ahead + back
-    hiding = (2 + again_whole) * sums - exposed + np.where(options.context > 1, 3 * attention, 0.0)
+    forwards = 1 + again_whole - spared / 4
+    exposed = forwards * ahead + back
+    hiding = (1 + forwards) * sums - exposed + np.where(options.context > 1, 3 * attention, 0.0)
     return BlockSeconds(
         forward=forward,
         backward=backward,
@@ -179,7 +185,7 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
         weight=of_weights,
         tensor=exposed,
         context=_context(shape, options, rates, reached, tokens, attention),
-        expert=_expert(shape, options, rates, reached, tokens) * (2 + again_whole),
+        expert=_expert(shape, options, rates, reached, tokens) * (2 + again_whole - spared / 2),
         free=forward + backward + recompute - hiding,
     )
 

@@ -178,6 +178,9 @@ _OWN_RUNTIME = "shardwright"
 _FUSED_RUNTIMES = frozenset({"automodel", "megascale", "megatron"})
 """Runtimes with kernels of their own for what is between products, which keep less for the backward."""
 
+_STOPS_EARLY = frozenset({"automodel", "fms-fsdp", "torchtitan"})
+"""Runtimes that recompute with ``torch.utils.checkpoint`` since torch 2.1, which ends once it has all."""
+
 _HIDES_SUMS = {"megascale": Hides.CHUNKS, "megatron": Hides.CHUNKS, "nanotron": Hides.BACKWARD}
 
 
@@ -185,6 +188,7 @@ def ways_of(runtime: str) -> dict[str, int]:
     """The fields of `Options` that a runtime decides."""
     return {
         "fused": int(runtime in _FUSED_RUNTIMES),
+        "stops_early": int(runtime in _STOPS_EARLY),
         "hides_sums": int(_HIDES_SUMS.get(runtime, Hides.NOTHING)),
         "dispatch": int(Dispatch.RANK if runtime == _OWN_RUNTIME else Dispatch.NODE),
     }

@@ -152,6 +152,7 @@ class Options(Columns):
         width: bytes of an activation, a weight that is moved, a gradient that is sent: 2 in 16 bits, else 4.
         float8: 1 where products with the weights of blocks, and what they keep of inputs, are in 8 bits.
         fused: 1 where what is between products is fused, and keeps what its backward needs alone.
+        stops_early: 1 where a block is computed again no further than its backward needs.
     """
 
     tensor: Numbers = 1.0
@@ -179,6 +180,7 @@ class Options(Columns):
     width: Numbers = 2.0
     float8: Numbers = 0
     fused: Numbers = 0
+    stops_early: Numbers = 0
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from shardwright.costs import (
     Options,
     Precision,
     Rates,
+    Recompute,
     Shape,
     Sharded,
     calibration_of,
@@ -197,6 +198,25 @@ def test_products_hide_sums_of_tensor_parallel_ranks():
     assert float(_exposed(Hides.CHUNKS, overlap=1.0).tensor) == float(
         _exposed(Hides.CHUNKS, overlap=3.0).tensor
     )
+
+
+def test_recomputation_may_end_before_the_last_product():
+    """That of a dense MLP, one gather or reduce-scatter of four, and an exchange of two."""
+    ways = Options(tensor=2.0, sequence_parallel=1, recompute=int(Recompute.FULL), hides_sums=0)
+    dense = Shape.of(find_architecture("llama3-8b"))
+    whole, early = (
+        block_seconds(dense, replace(ways, stops_early=stops), RATES, REACHED) for stops in (0, 1)
+    )
+    flops = 2 * 8192 * dense.hidden * dense.ffn / 2
+    assert 1.0 < float(whole.recompute - early.recompute) * 989e12 * REACHED.matmul / flops < 1.3
+    assert float(early.tensor) == pytest.approx(float(whole.tensor) * 2.75 / 3)
+    sparse = Shape.of(find_architecture("qwen3-235b-a22b"))
+    ways = replace(ways, expert=8.0)
+    whole, early = (
+        block_seconds(sparse, replace(ways, stops_early=stops), RATES, REACHED) for stops in (0, 1)
+    )
+    assert float(early.expert) == pytest.approx(float(whole.expert) * 2.5 / 3)
+    assert float(early.recompute) == float(whole.recompute)
 
 
 def test_products_in_8_bits_are_those_of_blocks_weights():
