@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import shardwright.torch as sw
-from shardwright.comm import local_peers
+from shardwright.comm import local_peers, pulse
 from shardwright.comm.collectives import connect
 from shardwright.comm.joining.store import SealedStore
 from shardwright.testing.nursery import import_always
@@ -70,7 +70,7 @@ def be_rank(rank, ranks, of_host, port, secret, settings, out):
         "SHARDWRIGHT_QUIET": "1",
     }
     host = f"host {rank // of_host}"
-    local_peers.this_host = connect.this_host = lambda: host
+    local_peers.this_host = connect.this_host = pulse.space_of_processes = lambda: host
     before = sockets()
     counts = counting()
     begun_s, cpu_s = time.monotonic(), time.process_time()

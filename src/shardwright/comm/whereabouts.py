@@ -167,9 +167,8 @@ def _has_been_there(mine: Note, other: Note) -> bool:
 _TICK_S = 0.5
 _STUCK_S = 1.5
 _NOTE_EVERY_S = 1.0
-_NOTE_EVERY_S_OF_MANY = 2.0
-_MANY = 16
-"""Ranks whose notes one look reads: the store has to answer the looks of all."""
+_NOTE_S_PER_RANK = 1 / 32
+"""That long for each rank which one waits for: the store has to answer the looks of all."""
 _TELLS_STACK_S = 2.0
 _LAST_NOTE_S = 2.0
 
@@ -384,8 +383,7 @@ class Whereabouts:
                 usual_s = self._usual_s if self.steps >= _STEPS_KNOWN else math.inf
                 if self._stalls is not None and (why := self._stalls.look(note, usual_s)):
                     self._end(why)
-                many = len(needed_by(note)) > _MANY
-                next_s = now_s + (_NOTE_EVERY_S_OF_MANY if many else _NOTE_EVERY_S)
+                next_s = now_s + max(_NOTE_EVERY_S, _NOTE_S_PER_RANK * len(needed_by(note)))
         if answers:
             self._leave(self.note(), self._own_store or self._store)
 
