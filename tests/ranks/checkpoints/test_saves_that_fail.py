@@ -187,7 +187,7 @@ def test_a_snapshot_that_one_rank_cannot_take_is_none_on_all(failing: int, tmp_p
     """A state that cannot be written; the next save is made. Rank 0 has made a folder where rank 1 fails."""
 
     def run() -> str:
-        model, checkpoints, _ = _started(tmp_path)
+        model, checkpoints, _ = _started(tmp_path, keep=None)
         state = context().optimizers[0].state
         if sw.rank() == failing:
             *_, own = model.local_parameters()

@@ -199,10 +199,11 @@ class Saves:
             if current.rank:
                 return (snapshot, {}), None
             of_run = documents_of_run(current.plan, self._model.module)
-            return (snapshot, of_run), self._new_draft(step)  # the next save removes it if another rank fails
+            return (snapshot, of_run), self._new_draft(step)
 
         (snapshot, of_run), (draft, *_) = on_every_rank_told(current, begun)
         assert draft is not None
+        self._collected = True
         others = self._others(step, alike, of_run) if current.rank == 0 else lambda _: {}
         self._under_way = SaveUnderWay(
             current, draft, snapshot, folder=self._folder, disk=self._disk, others=others
@@ -281,9 +282,11 @@ class Saves:
     def _new_draft(self, step: int) -> CheckpointDraft:
         """On the first rank."""
         hold_folder(self.folder)
-        draft = new_draft(self._folder, step, keep=self._keep, collects=not self._collected)
-        self._collected = True
-        return draft
+        collects, self._collected = (
+            not self._collected,
+            False,
+        )  # if another rank fails, the next save collects
+        return new_draft(self._folder, step, keep=self._keep, collects=collects)
 
     def _finish(self, under_way: SaveUnderWay) -> None:
         """Tells how a save has ended; collective."""
