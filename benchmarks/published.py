@@ -119,6 +119,7 @@ def main() -> int:
 _HEAD = """\
 # Efficiencies fitted to published runs by benchmarks/published.py --write; docs/planning_costs.md tells more.
 # spread: of log(predicted / measured) of runs left out of the fit; eight of ten are within 1.28 times it.
+# network_Bps: of a node, the fastest of the runs.
 # note: what is known of the runtime's versions; intervals are wider there.
 """
 
@@ -188,6 +189,7 @@ def _calibration(
         errors = abs(np.log(apart[runtime == each]))
         found[each] = {
             "runs": len(errors),
+            "network_Bps": max(float(run.rates.network_Bps) for run in runs if run.runtime == each),
             "spread": _spread(errors),
             **({"note": _NOTES[name, each]} if (name, each) in _NOTES else {}),
             "efficiencies": _rounded(values),

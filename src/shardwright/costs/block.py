@@ -167,15 +167,16 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     again = np.where(options.flash > 0, 0.0, attention)
     of_weights = shape.trained * products
     backward = products + of_weights + attention_backward + ELEMENTWISE_BACKWARD * elementwise
-    # What a backward does not need: the product that ends a block without experts, one of four gathers and
-    # reduce-scatters, what comes back of experts.
+    # What a backward does not need: the product that ends a block without experts, the reduce-scatter or the
+    # all-reduce behind it, what comes back of experts.
     spared = np.where(np.asarray(options.stops_early) > 0, again_whole, 0.0)
     last = weights_rank.product(tokens, shape.ffn / options.tensor, shape.hidden)
     recompute = again_whole * forward - np.where(np.asarray(shape.experts) > 1, 0.0, spared * last)
     recompute = recompute + np.where(selective, again, 0.0)
     sums = _tensor(shape, options, rates, reached, tokens)
     ahead, back = _exposed_sums(options, reached, sums, products, of_weights)
-    forwards = 1 + again_whole - spared / 4
+    last_sum = np.where(np.asarray(options.sequence_parallel) > 0, 1, 2) / (4 + 2 * shape.cross)
+    forwards = 1 + again_whole - spared * last_sum
     exposed = forwards * ahead + back
     hiding = (1 + forwards) * sums - exposed + np.where(options.context > 1, 3 * attention, 0.0)
     return BlockSeconds(
@@ -197,8 +198,9 @@ def _exposed_sums(
 
     A ring passes tokens on in t parts, while the product of the part before runs: one has none beside it.
     Gradients of weights hide the sums of inputs' gradients, which are half of a backward's gathers and
-    reduce-scatters, and all of its all-reduces.
+    reduce-scatters, and all of its all-reduces; but not where they come later, to fill a pipeline's bubble.
     """
+    weight = np.where(options.delays_weights, 0.0, weight)
     whole = np.where(np.asarray(options.sequence_parallel) > 0, 0.0, 1.0)
     chunks = (np.asarray(options.hides_sums) == Hides.CHUNKS) & (whole == 0)
     share = reached.hiding * (options.tensor - 1) / options.tensor
@@ -325,9 +327,12 @@ def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies,
     network = network_rate(rates, reached, ranks=e, stride=stride) * reached.exchange / rates.per_node
     to_ranks = e * _has_expert(shape, e)
     to_ranks = np.where(options.dispatch == Dispatch.EXPERT, shape.experts_per_token, to_ranks)
-    to_nodes = np.where(options.dispatch == Dispatch.NODE, nodes * _has_expert(shape, nodes), to_ranks)
+    by_nodes = options.dispatch == Dispatch.NODE
+    to_nodes = np.where(by_nodes, nodes * _has_expert(shape, nodes), to_ranks)
     far = num_bytes * (nodes - 1) / nodes * to_nodes / network
-    near = num_bytes * (inside - 1) / inside * to_ranks / (rates.link_Bps * reached.link)
+    # What comes from other nodes goes over links where a rank passes it on.
+    from_here = np.where(by_nodes, to_ranks, to_ranks / nodes)
+    near = num_bytes * (inside - 1) / inside * from_here / (rates.link_Bps * reached.link)
     latency = np.where(nodes > 1, rates.network_latency_s, rates.link_latency_s) * np.log2(np.maximum(e, 1.0))
     once = np.maximum(far, near) + latency
     return np.where(e > 1, 2 * (1 - shape.dense) * once, 0.0)

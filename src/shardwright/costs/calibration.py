@@ -76,9 +76,10 @@ class Efficiencies:
         gather_network: share of the network's rate that gathers and reduce-scatters reach.
         gather_link: share of the link's rate that they reach.
         hierarchical_network: share of the network's rate where they know about nodes.
-        reduce_network: share of the network's rate that all-reduces over replicas reach.
+        reduce_network: share of the network's rate that all-reduces over replicas reach; above 1 where
+            computing hides a part of them.
         point_to_point: share of a link's rate that messages between stages reach.
-        exchange: share of the network's rate that exchanges of experts' tokens reach.
+        exchange: share of the network's rate that exchanges of experts' tokens reach; likewise.
         contention: the network's rate falls with the nodes of a group, to the power of so much.
         overlap: share of the computing beside them that hides gathers, reduce-scatters, sums and messages.
         layer_s: seconds of a block and microbatch, whatever its size.
@@ -219,11 +220,13 @@ class Calibration:
     Attributes:
         efficiencies: for `shardwright.costs.step_seconds`.
         spread: of ``log(predicted / measured)`` of runs that were left out of the fit.
+        network_Bps: of a node of the runs, the fastest; 0: of none.
     """
 
     efficiencies: Efficiencies
     spread: float
     provenance: str
+    network_Bps: float = 0.0
 
     def interval(self, seconds: float) -> tuple[float, float]:
         """Between these two, eight of ten runs should be."""
@@ -272,6 +275,7 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
             efficiencies=Efficiencies(**values),
             spread=fitted["spread"] * (_CHANGED if note else 1.0),
             provenance=f"{text}, {note}" if note else text,
+            network_Bps=fitted["network_Bps"],
         )
     return Calibration(
         efficiencies=Efficiencies(**medians),
@@ -286,9 +290,16 @@ def _widest(family: Mapping[str, Any]) -> float:
 
 
 def calibration_of_nodes(kind: NodeKind, runtime: str = "shardwright") -> Calibration:
-    """The efficiencies of a runtime on some nodes: what was measured there is reached in full."""
+    """The efficiencies of a runtime on some nodes: what was measured there is reached in full.
+
+    Of messages over a slower network than that of the published runs, computing hides a smaller part.
+    """
     found = calibration_of(kind.accelerator.family, runtime)
     full: dict[str, float] = {}
+    for name in ("exchange", "reduce_network"):
+        beyond = getattr(found.efficiencies, name) - 1
+        if beyond > 0:
+            full[name] = 1 + beyond * min(1.0, kind.network_Bps / found.network_Bps)
     if kind.accelerator.products:
         full |= _OF_COMPUTING
     if kind.source == "measured":

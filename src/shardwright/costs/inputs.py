@@ -61,8 +61,9 @@ class Sharded(IntEnum):
 class Hides(IntEnum):
     """The sums of tensor parallel ranks that run beside products.
 
-    BACKWARD: those of inputs' gradients, beside the gradients of weights. CHUNKS: with sequence parallelism
-    all of them, each in parts beside the product that makes or takes them; without it, as BACKWARD.
+    BACKWARD: those of inputs' gradients, beside the gradients of weights where these are not delayed. CHUNKS:
+    with sequence parallelism all of them, each in parts beside the product that makes or takes them; without
+    it, as BACKWARD.
     """
 
     NOTHING = 0
@@ -194,6 +195,12 @@ class Options(Columns):
         """Share of the blocks that full recomputation computes again, of a model with so many."""
         kept = np.asarray(self.kept_layers) * self.pipeline / layers
         return np.where(np.asarray(self.recompute) == Recompute.FULL, np.clip(1.0 - kept, 0.0, 1.0), 0.0)
+
+    @property
+    def delays_weights(self) -> Numbers:
+        """Whether gradients of weights fill a pipeline's bubble."""
+        split = np.asarray(self.schedule) >= ScheduleKind.ZB_H1
+        return split & (np.asarray(self.pipeline) > 1)
 
     @property
     def expert_shard(self) -> Numbers:

@@ -108,24 +108,28 @@ def _updated_parameters(shape: Shape, options: Options) -> Numbers:
 
 
 def slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers) -> Numbers:
-    """The stage with most work: of equal ones, the last, which has the head; else whole blocks, balanced.
+    """The rank with most work: of equal ones, the last, which has the head; else whole blocks, balanced.
 
     The embedding counts as a block's worth on the first stage, as the head does on the last.
     """
     p = options.pipeline
     equal = shape.layers / p * block + head
-    stages = p * options.virtual
+    # Where ranks cannot have as many blocks each, the stages of one differ.
+    even = shape.layers % p == 0
+    virtual = np.where(even, options.virtual, 1.0)
+    stages = p * virtual
     share = (shape.layers * block + head) / stages / block
 
     def with_blocks(others: Numbers) -> Numbers:
         last = np.maximum(shape.layers - (stages - 1) * others, 0.0)
-        inner = (options.virtual - 1) * others * block
+        inner = (virtual - 1) * others * block
         return np.maximum(inner + others * block, inner + last * block + head)
 
     # No number of blocks in the other stages is better than both next to an equal share of all work.
     few = np.floor(share)
     balanced = np.where(stages > 1, np.minimum(with_blocks(few), with_blocks(few + 1)), equal)
-    return np.where(options.whole_layers > 0, equal, np.minimum(balanced, equal))
+    cut = np.where(even, np.minimum(balanced, equal), balanced)
+    return np.where(np.asarray(options.whole_layers) > 0, equal, cut)
 
 
 def bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Numbers) -> Numbers:
@@ -136,8 +140,7 @@ def bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Num
     filled = np.where(kind == ScheduleKind.ZB_H1, (p - 1) * (mean + hop - 2 * weight), 0.0)
     # Weight gradients fill what there is of them: a microbatch goes through all stages and back all the same.
     at_least = (p - 1) * (mean + hop - weight) - (options.microbatches - 1) * weight
-    split = (kind == ScheduleKind.ZB_H1) | (kind == ScheduleKind.ZB_V) | (kind == ScheduleKind.ZB_H2)
-    by_kind = np.where(split, np.maximum(np.maximum(filled, at_least), 0.0), by_kind)
+    by_kind = np.where(options.delays_weights, np.maximum(np.maximum(filled, at_least), 0.0), by_kind)
     return np.where(p > 1, by_kind, 0.0)
 
 

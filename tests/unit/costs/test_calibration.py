@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from shardwright.catalogue import find_architecture
-from shardwright.costs import Options, Rates, Shape, calibration_of, step_seconds
+from shardwright.cluster import parse_inventory
+from shardwright.costs import Options, Rates, Shape, calibration_of, calibration_of_nodes, step_seconds
 from shardwright.costs.calibration import PRIORS, Efficiencies
 
 pytest.importorskip("scipy")
@@ -48,6 +49,22 @@ def test_what_nobody_measured_has_a_wider_interval():
     assert known.spread < other_runtime.spread <= other_family.spread
     assert "not of shardwright" in other_runtime.provenance
     assert other_family.provenance.startswith("not calibrated for TPU")
+
+
+def test_computing_hides_less_of_what_a_slower_network_takes():
+    """What seems to go faster than the wire is hidden, and that does not grow as messages take longer."""
+    known = calibration_of("H100", "megatron")
+    assert known.network_Bps == 400e9
+    assert min(known.efficiencies.exchange, known.efficiencies.reduce_network) > 1.2
+    rates = []
+    for network in ("400GB/s", "200GB/s", "10Gbit", "800GB/s"):
+        ((kind, _),) = parse_inventory(f"dgx-h100*2@{network}").nodes
+        reached = calibration_of_nodes(kind, "megatron").efficiencies
+        rates.append((reached.exchange, reached.reduce_network, reached.gather_link))
+    own = (known.efficiencies.exchange, known.efficiencies.reduce_network, known.efficiencies.gather_link)
+    assert rates[0] == rates[3] == pytest.approx(own)
+    assert rates[1] == pytest.approx(((own[0] + 1) / 2, (own[1] + 1) / 2, own[2]))
+    assert max(rates[2][:2]) < 1.01
 
 
 def runs_of(truth, rng):

@@ -14,6 +14,7 @@ from shardwright.costs import (
     Precision,
     Rates,
     Recompute,
+    ScheduleKind,
     Shape,
     Sharded,
     calibration_of,
@@ -157,6 +158,23 @@ def test_a_token_goes_once_to_whom_the_dispatcher_sends_it():
     assert seconds(16, Dispatch.NODE, in_a_row) == pytest.approx(num_bytes / 2 / across)
 
 
+def test_links_carry_what_is_of_their_node_or_passed_on_in_it():
+    """Sixteen ranks of two nodes: a half of a token's ranks are in its own, if it goes to each of them."""
+    shape = Shape.of(find_architecture("qwen3-235b-a22b"))
+    rates = replace(RATES, network_Bps=1e15, network_latency_s=0.0)
+    reached = replace(REACHED, exchange=1.0, link=0.5, contention=0.0)
+
+    def seconds(dispatch):
+        options = Options(expert=16, sequence_parallel=1, dispatch=int(dispatch))
+        return float(block_seconds(shape, options, rates, reached).expert)
+
+    once = 4 * 2 * 4096 * shape.hidden * 7 / 8 / (0.5 * rates.link_Bps)
+    ranks = 16 * (1 - (15 / 16) ** 8)
+    assert seconds(Dispatch.NODE) == pytest.approx(once * ranks)
+    assert seconds(Dispatch.RANK) == pytest.approx(once * ranks / 2)
+    assert seconds(Dispatch.EXPERT) == pytest.approx(once * 8 / 2)
+
+
 def test_groups_of_experts_bound_the_nodes_that_a_token_goes_to():
     """DeepSeek-V3: eight experts, in four of eight groups, one group a node."""
     model = find_architecture("deepseek-v3")
@@ -169,9 +187,9 @@ def test_groups_of_experts_bound_the_nodes_that_a_token_goes_to():
     assert float(found) == pytest.approx(4 * sent / (rates.network_Bps / 8))
 
 
-def _exposed(hides, *, overlap, tensor=8.0, sequence_parallel=1):
+def _exposed(hides, *, overlap, **ways):
     reached = replace(REACHED, overlap=overlap)
-    options = Options(tensor=tensor, sequence_parallel=sequence_parallel, hides_sums=int(hides))
+    options = replace(Options(tensor=8.0, sequence_parallel=1, hides_sums=int(hides)), **ways)
     return block_seconds(Shape.of(find_architecture("llama3-70b")), options, RATES, reached)
 
 
@@ -193,6 +211,12 @@ def test_products_hide_sums_of_tensor_parallel_ranks():
     # Whole sums are not in parts; those of the backward wait for nothing.
     whole = _exposed(Hides.CHUNKS, overlap=0.5, sequence_parallel=0)
     assert float(whole.tensor) == pytest.approx(once + beyond(once, 0.5 * products))
+    # Gradients of weights that fill a pipeline's bubble come too late.
+    late = {"overlap": 0.5, "pipeline": 4.0, "schedule": int(ScheduleKind.ZB_H1)}
+    assert float(_exposed(Hides.BACKWARD, **late).tensor) == pytest.approx(float(plain.tensor))
+    both = 2 * beyond(once, share * products)
+    assert float(_exposed(Hides.CHUNKS, **late).tensor) == pytest.approx(both)
+    assert float(_exposed(Hides.CHUNKS, **late | {"pipeline": 1.0}).tensor) == pytest.approx(expected)
     # Computing that hides sums hides nothing else, and no more than all of it hides them.
     assert float(plain.free - chunks.free) == pytest.approx(float(plain.tensor - chunks.tensor))
     assert float(_exposed(Hides.CHUNKS, overlap=1.0).tensor) == float(
@@ -210,6 +234,13 @@ def test_recomputation_may_end_before_the_last_product():
     flops = 2 * 8192 * dense.hidden * dense.ffn / 2
     assert 1.0 < float(whole.recompute - early.recompute) * 989e12 * REACHED.matmul / flops < 1.3
     assert float(early.tensor) == pytest.approx(float(whole.tensor) * 2.75 / 3)
+    # The all-reduce behind that product is one of two.
+    apart = replace(ways, sequence_parallel=0)
+    sums = [
+        float(block_seconds(dense, replace(apart, stops_early=stops), RATES, REACHED).tensor)
+        for stops in (0, 1)
+    ]
+    assert sums[1] == pytest.approx(sums[0] * 2.5 / 3)
     sparse = Shape.of(find_architecture("qwen3-235b-a22b"))
     ways = replace(ways, expert=8.0)
     whole, early = (
