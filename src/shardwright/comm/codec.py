@@ -195,17 +195,27 @@ class _Maker:
         return self._pieces[index]
 
 
+_KNOWN_BY: dict[type[ShardwrightError], str] = {
+    errors.PeerLostError: "rank",
+    errors.LaunchError: "exit_code",
+}
+
+
 def _registered_errors() -> None:
     kinds = [each for each in vars(errors).values() if isinstance(each, type)]
     for kind in kinds:
         if issubclass(kind, ShardwrightError):
-            register(kind, kind.__name__, _plain_error, _error_maker(kind))
+            names = [name for base, name in _KNOWN_BY.items() if issubclass(kind, base)]
+            register(kind, kind.__name__, _plain_error(names), _error_maker(kind))
 
 
-def _plain_error(error: ShardwrightError) -> dict[str, Any]:
-    kept = {name: getattr(error, name) for name in ("rank", "exit_code") if hasattr(error, name)}
-    notes = list(getattr(error, "__notes__", ()))
-    return {"text": Exception.__str__(error), "kept": kept, "notes": notes}
+def _plain_error(names: list[str]) -> Callable[[ShardwrightError], dict[str, Any]]:
+    def plain(error: ShardwrightError) -> dict[str, Any]:
+        kept = {name: getattr(error, name, None) for name in names}
+        notes = list(getattr(error, "__notes__", ()))
+        return {"text": Exception.__str__(error), "kept": kept, "notes": notes}
+
+    return plain
 
 
 def _error_maker(kind: type[ShardwrightError]) -> Callable[[Any], ShardwrightError]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardwright.collectives.prices import DEFAULT_PRICES
 from shardwright.comm.codec import declare
 from shardwright.comm.tensor_codec import DecodeError, decode, encode
-from shardwright.errors import CorruptCheckpointError, LaunchError, PeerLostError
+from shardwright.errors import CheckpointError, CorruptCheckpointError, LaunchError, PeerLostError
 
 PLAIN = (
     st.none()
@@ -113,6 +113,16 @@ def test_errors_travel_with_what_they_know():
     )
     assert decode(encode(LaunchError("x", exit_code=7))).exit_code == 7
     assert type(decode(encode(CorruptCheckpointError("x")))) is CorruptCheckpointError
+
+
+def test_an_error_of_the_script_travels_as_the_kind_that_it_is_of():
+    """Attributes of its own are not what the kind is made with."""
+
+    class Own(CheckpointError):
+        rank = 2
+
+    found = decode(encode(Own("no room")))
+    assert (type(found), str(found)) == (CheckpointError, "no room")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int8])
