@@ -303,6 +303,33 @@ def test_a_killed_rank_ends_the_job_within_seconds_although_another_ignores_sigt
     assert "did not end on SIGTERM, so it was killed" in found.stderr
 
 
+def test_a_rank_that_others_have_found_to_hang_is_not_waited_for(folder):
+    """Its step ends never, and so does what it would do at the end of the step."""
+    script = folder.script(
+        without_torch(
+            """
+            def told(number, frame):
+                time.sleep(4.5)  # less than others have
+                open("had its time", "w").close()
+                os._exit(0)
+            if rank == 0:
+                signal.signal(signal.SIGTERM, told)
+                open("ready", "w").close()
+                time.sleep(1000)
+            while not os.path.exists("ready"): time.sleep(0.01)
+            print('Traceback (most recent call last):\\n  File "train.py", line 9, in train\\n    step()\\n'
+                  'shardwright.errors.PeerTimeoutError: rank 0 hangs: no word for 10 s', file=sys.stderr)
+            sys.exit(6)
+            """
+        )
+    )
+    found = folder.shardwright_run("-n", "2", script)
+    assert found.returncode == 6
+    assert "rank 0 hangs: rank 1 waited for it in vain, and ended" in found.stderr
+    assert "killed, because rank 1 found that it hangs" in found.stderr
+    assert not (folder.path / "had its time").exists()
+
+
 SAVES = """
     import subprocess
     def save(number, frame):

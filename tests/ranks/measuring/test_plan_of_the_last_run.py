@@ -9,6 +9,7 @@ What the library takes on this machine is measured in the first run, and known i
 
 import json
 import logging
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardwright.observe import RunFolder
 from shardwright.observe.recorded_steps import read_recorded_steps
 from shardwright.run.context import context
 from shardwright.testing import run_ranks
+from shardwright.torch.measuring import last_plan
 
 
 def planned(width=16, **settings):
@@ -101,6 +103,16 @@ def test_units_are_found_once_for_a_model_of_the_same_code(monkeypatch, tmp_path
     names, with_hook, other = run_ranks(lambda: units_of(scale=2.0, hook=True), 2)[0]
     assert (names, again, with_hook) == (first[0], 0, 0)
     assert other != pytest.approx(loss, rel=0.1)  # the trace runs the hook
+
+
+def test_another_run_removes_an_old_plan_while_this_one_looks_for_old_ones(monkeypatch, tmp_path):
+    """It ended in FileNotFoundError, and with it the run."""
+    monkeypatch.setattr(Path, "glob", lambda folder, _: [*folder.iterdir(), folder / "gone.json"])
+    monkeypatch.setattr(last_plan, "_KEPT", 1)
+    for number in range(3):
+        last_plan._keep(tmp_path / f"{number}.json", "{}")
+        os.utime(tmp_path / f"{number}.json", (number, number))
+    assert [path.name for path in tmp_path.iterdir()] == ["2.json"]
 
 
 def test_ranks_share_layers_as_they_did(monkeypatch, tmp_path):

@@ -82,7 +82,7 @@ _PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
 def first_cause_first(exits: Sequence[WorkerExit]) -> list[WorkerExit]:
     """Sorts the workers that failed: causes, those that lost a peer, those that were told to stop."""
     failed = [worker_exit for worker_exit in exits if worker_exit.exit_code != 0]
-    ended_by_another = {rank for each in failed if each.exit_code == HANG for rank in _named_as_hung(each)}
+    ended_by_another = {rank for each in failed if each.exit_code == HANG for rank in named_as_hung(each)}
 
     def place(worker_exit: WorkerExit) -> tuple[int, float]:
         distance = 2 if worker_exit.rank in ended_by_another else _distance_from_cause(worker_exit)
@@ -91,7 +91,7 @@ def first_cause_first(exits: Sequence[WorkerExit]) -> list[WorkerExit]:
     return sorted(failed, key=place)
 
 
-def _named_as_hung(worker_exit: WorkerExit) -> set[int]:
+def named_as_hung(worker_exit: WorkerExit) -> set[int]:
     """The rank that this one has waited for in vain, if it says so."""
     hung = _HUNG.search(_error_in_a_line(worker_exit.error))
     return {int(rank) for rank in hung.groups() if rank} if hung else set()
@@ -233,13 +233,13 @@ def _hung(first: WorkerExit, exits: Sequence[WorkerExit]) -> int | None:
         return None
     if _done_before(first, exits):
         return None
-    by_rank, seen, named = {each.rank: each for each in exits}, {first.rank}, _named_as_hung(first)
+    by_rank, seen, named = {each.rank: each for each in exits}, {first.rank}, named_as_hung(first)
     hung = next(iter(named), None)
     if hung == first.rank:
         return None  # of itself: it is alone in a collective
     while hung in by_rank and hung not in seen:
         seen.add(hung)
-        behind = _named_as_hung(by_rank[hung]) - {hung}
+        behind = named_as_hung(by_rank[hung]) - {hung}
         hung = next(iter(behind - seen), hung)
     end = None if hung is None else by_rank.get(hung)
     if len(exits) < first.world_size or (end is not None and _ended_unheard(end)):

@@ -10,8 +10,9 @@
 
 torchelastic's agent starts it. It imports no torch, so it starts at once and costs little. It never outlives
 the agent, and the script never outlives it. A script that ignores a signal is killed: after 5 s if another
-worker has failed (the script can hardly get anywhere without that one), 1 s after a second Ctrl-C or another
-signal (somebody is impatient), otherwise after the grace that the user granted for saving.
+worker has failed (the script can hardly get anywhere without that one), 1 s if that one has ended because the
+script hangs, or after a second Ctrl-C or another signal (somebody is impatient), otherwise after the grace
+that the user granted for saving.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from shardwright.launch.processes import (
 )
 from shardwright.launch.ranks.rank_environment import rank_variables
 from shardwright.launch.ranks.standby import ForkedScript, forked
-from shardwright.launch.ranks.verdict import failure_report
+from shardwright.launch.ranks.verdict import failure_report, named_as_hung
 from shardwright.launch.worker_output import Tee, last_words
 from shardwright.libraries import LIBRARIES_VARIABLE
 
@@ -47,6 +48,7 @@ Script = subprocess.Popen[bytes] | ForkedScript
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _GRACE_AFTER_FAILURE_S = 5.0
 _GRACE_AFTER_SECOND_SIGNAL_S = 1.0
+_GRACE_OF_A_RANK_THAT_HANGS_S = 1.0
 _SAME_SIGNAL_S = 10.0
 _POLL_S = 0.5
 _DRAIN_S = 0.5
@@ -207,8 +209,10 @@ class _Supervisor:
         """The seconds that the script may take from this signal on."""
         if self._signal_number is not None:
             return _GRACE_AFTER_SECOND_SIGNAL_S
-        another_failed = any(other.exit_code != 0 for other in self._exits.of_life(self._life))
-        return _GRACE_AFTER_FAILURE_S if another_failed else self._grace_s
+        failed = [other for other in self._exits.of_life(self._life) if other.exit_code != 0]
+        if any(self._rank in named_as_hung(other) for other in failed):
+            return _GRACE_OF_A_RANK_THAT_HANGS_S
+        return _GRACE_AFTER_FAILURE_S if failed else self._grace_s
 
     def _end(self, script: Script, tees: tuple[Tee, Tee]) -> None:
         if script.returncode != 0:

@@ -115,7 +115,7 @@ def _code_of(model: nn.Module) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-def _stat(file: str) -> os.stat_result | None:
+def _stat(file: str | Path) -> os.stat_result | None:
     try:
         return os.stat(file)
     except OSError:
@@ -125,6 +125,7 @@ def _stat(file: str) -> os.stat_result | None:
 def _keep(file: Path, text: str) -> None:
     """Writes a file of the cache, and removes those that were not used for longest."""
     keep(file, text, what="the plan")
-    by_age = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for old in by_age[:-_KEPT]:
+    # Another run may remove one meanwhile.
+    ages = [(found.st_mtime, path) for path in file.parent.glob("*.json") if (found := _stat(path))]
+    for _, old in sorted(ages)[:-_KEPT]:
         old.unlink(missing_ok=True)
