@@ -54,6 +54,9 @@ _SOON = 0.8
 _SHORTEST_S = 3.0
 _TIMES_USUAL = 3
 """So many times as long as usual a rank may be still: where steps are short, seconds tell enough."""
+_NOTE_EVERY_S = 1.0
+_LOOK_S_PER_RANK = 1 / 32
+"""That long for each rank which one waits for: the store has to answer the looks of all."""
 _FADES = 0.9
 """What a long step, as the first one, leaves of itself with each call that ranks make together."""
 _STEPS_KNOWN = 3
@@ -130,6 +133,16 @@ def needed_by(note: Note) -> tuple[int, ...]:
     return () if note.place is None else note.place.ranks
 
 
+def pause_s(rank: int, note: Note) -> float:
+    """Until a rank's next note and look; who waits for nobody does not look.
+
+    One of the first ranks tells all who keeps them waiting: of many, the others look less often.
+    """
+    needed = needed_by(note) if note.waits else ()
+    number = min(len(needed), _MOST_RANKS) if rank in needed[:_MOST_RANKS] else len(needed)
+    return max(_NOTE_EVERY_S, _LOOK_S_PER_RANK * number)
+
+
 def _proof(rank: int, mine: Note, fresh: Mapping[int, Note]) -> str:
     """Why a collective of this rank can never end: one of its ranks waits elsewhere, and all wait.
 
@@ -166,9 +179,6 @@ def _has_been_there(mine: Note, other: Note) -> bool:
 
 _TICK_S = 0.5
 _STUCK_S = 1.5
-_NOTE_EVERY_S = 1.0
-_NOTE_S_PER_RANK = 1 / 32
-"""That long for each rank which one waits for: the store has to answer the looks of all."""
 _TELLS_STACK_S = 2.0
 _LAST_NOTE_S = 2.0
 
@@ -383,7 +393,7 @@ class Whereabouts:
                 usual_s = self._usual_s if self.steps >= _STEPS_KNOWN else math.inf
                 if self._stalls is not None and (why := self._stalls.look(note, usual_s)):
                     self._end(why)
-                next_s = now_s + max(_NOTE_EVERY_S, _NOTE_S_PER_RANK * len(needed_by(note)))
+                next_s = now_s + pause_s(self._rank, note)
         if answers:
             self._leave(self.note(), self._own_store or self._store)
 

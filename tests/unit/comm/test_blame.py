@@ -16,7 +16,7 @@ from shardwright.comm.blame import Blame
 from shardwright.comm.joining.run_secret import ForgedError
 from shardwright.comm.joining.store import ValueBoard
 from shardwright.comm.meeting_place import JointCall, MeetingPlace, Note
-from shardwright.comm.whereabouts import Stalls
+from shardwright.comm.whereabouts import Stalls, pause_s
 from shardwright.errors import UsageError
 
 
@@ -210,6 +210,18 @@ def test_a_rank_that_has_left_the_call_of_the_others_does_not_end():
     before = replace(alone, counts=((STEP.ranks, STEP.number - 1),))
     for other in (failed_there, before):
         assert Ranks(other, waiting(), waiting()).look()[0].startswith("rank 0 waits in torch.distributed")
+
+
+def test_who_names_a_late_rank_looks_as_often_however_many_wait():
+    """Bug: of 1024 ranks each looked every 32 s, twice before it told; and so did the late one's own note."""
+
+    def pauses(number, note=waiting):
+        place = replace(STEP, ranks=tuple(range(number)))
+        return [pause_s(rank, note(place=place)) for rank in (0, min(63, number - 1), number - 1)]
+
+    assert [pauses(number) for number in (2, 32, 64)] == [[1, 1, 1], [1, 1, 1], [2, 2, 2]]
+    assert [pauses(number) for number in (256, 1024)] == [[2, 2, 8], [2, 2, 32]]
+    assert pauses(1024, sleeping) == [1, 1, 1]
 
 
 def test_ranks_that_wait_for_a_message_of_the_step_do_not_end():
