@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -269,10 +269,13 @@ class Context:
         """Tells all ranks a fact, of kinds that `codec` takes; collective over them."""
         if self.mesh.world_size == 1:
             return [fact]
-        world = self.links.world
+        world, whereabouts = self.links.world, self.watch.whereabouts
         if world is None or not world.on_one_host:
             return tell_all(fact)
-        return tell_all(fact, gather=lambda message: world.gather(message, Purpose.FACTS))
+        # Of gloo's collectives others see which ranks they wait for.
+        ranks, where = range(self.mesh.world_size), str(Purpose.FACTS)
+        with nullcontext() if whereabouts is None else whereabouts.inside(where, ranks):
+            return tell_all(fact, gather=lambda message: world.gather(message, Purpose.FACTS))
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """Broadcasts the first rank's result, of kinds that `codec` takes; collective over all ranks.

@@ -16,6 +16,7 @@ import shardwright.torch as sw
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.message_names import Purpose
 from shardwright.comm.transport import SmallCollectives
+from shardwright.comm.whereabouts import needed_by
 from shardwright.errors import PeerLostError
 from shardwright.run.context import context
 from shardwright.testing import run_ranks, run_ranks_outcomes
@@ -206,6 +207,24 @@ def test_short_facts_of_ranks_on_one_host_need_no_threads_of_gloo(monkeypatch):
     for lengths in run_ranks(tell, 2):
         assert min(lengths) > 1024
         assert 2 < len(lengths) < 8
+
+
+def test_who_waits_for_a_fact_says_for_which_ranks(monkeypatch):
+    """Bug: a rank that hung in a state_dict() during a save was named by nobody any more."""
+
+    def tell():
+        sw.init({"run_dir": "off", "pipeline_parallel_degree": 1})
+        run, gather, found = context(), SmallCollectives.gather, []
+
+        def noted(self, row, purpose):
+            found.append(needed_by(run.watch.whereabouts.note()))
+            return gather(self, row, purpose)
+
+        monkeypatch.setattr(SmallCollectives, "gather", noted)
+        run.from_all_ranks(run.rank)
+        return found, needed_by(run.watch.whereabouts.note())
+
+    assert run_ranks(tell, 2) == [([(0, 1)], ())] * 2
 
 
 def test_a_run_after_another_has_memory_of_its_own():
