@@ -282,10 +282,8 @@ class Saves:
     def _new_draft(self, step: int) -> CheckpointDraft:
         """On the first rank."""
         hold_folder(self.folder)
-        collects, self._collected = (
-            not self._collected,
-            False,
-        )  # if another rank fails, the next save collects
+        # If another rank fails, the next save collects.
+        collects, self._collected = not self._collected, False
         return new_draft(self._folder, step, keep=self._keep, collects=collects)
 
     def _finish(self, under_way: SaveUnderWay) -> None:
