@@ -323,6 +323,10 @@ def test_what_would_fail_again_is_not_started_again():
     frames = traceback_of("train.py", "own.py", error="ValueError: no such column")
     forked = replace(first, error=f"a warning\n{frames}")
     assert again([first], [forked]) == "rank 1 has failed in the same way after step 41 twice"
+    # The launcher's signal met it as it ended: it still ended on its own error.
+    met = replace(first, exit_code=-15, signal_number=15)
+    assert again([met], [first]) == again([first], [met]) == again([first], [first])
+    assert again([first], [replace(met, error="")]) == ""
     other = replace(first, error=traceback_of("train.py", error="ValueError: no such row"))
     assert again([first], [other]) == again([first], [replace(first, steps=42)]) == ""
     assert again([replace(first, steps=None)], [replace(first, steps=None)]) == ""

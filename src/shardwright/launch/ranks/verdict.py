@@ -100,9 +100,13 @@ def named_as_hung(worker_exit: WorkerExit) -> set[int]:
 def _distance_from_cause(worker_exit: WorkerExit) -> int:
     if worker_exit.exit_code in (SAVED_AND_REQUEUE, HANG):
         return 0
-    if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
+    if _was_stopped(worker_exit):
         return 2
     return 1 if names_a_lost_peer(worker_exit.error) else 0
+
+
+def _was_stopped(worker_exit: WorkerExit) -> bool:
+    return worker_exit.signal_number is not None and not _had_failed_before(worker_exit)
 
 
 def _had_failed_before(worker_exit: WorkerExit) -> bool:
@@ -119,8 +123,7 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
     first = failed[0]
     if first.exit_code in _PASSED_ON:
         return first.exit_code
-    told = first.exit_code == FAILED or first.signal_number is not None
-    kind = _error_of_ours(first.error) if told else None
+    kind = _error_of_ours(first.error) if _own_code(first) == FAILED else None
     code = FAILED if kind is None else exit_code_of(kind)
     return WORKER_CRASHED if code == FAILED else code
 
@@ -135,19 +138,24 @@ def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> st
         before: the ends of the life before the last one; none if there was one life.
     """
     failed = first_cause_first(now)
-    if not failed or failed[0].signal_number is not None or failed[0].exit_code == SAVED_AND_REQUEUE:
+    if not failed or _was_stopped(failed[0]) or failed[0].exit_code == SAVED_AND_REQUEUE:
         return ""
     first = failed[0]
-    kind = _error_of_ours(first.error) if first.exit_code == FAILED else None
+    kind = _error_of_ours(first.error) if _own_code(first) == FAILED else None
     if kind in _AT_EVERY_START or (kind is errors.UsageError and not first.steps):
         return f"a {kind.__name__} comes again at every start"
     causes = first_cause_first(before)
     if not causes or _distance_from_cause(first) or not first.steps:
         return ""  # without a step, what failed may be a file system that is back in a moment
     # Not all last words: a rank that was forked may have other frames, and words of its own above them.
-    earlier, last = ((e.rank, e.exit_code, _raised(e.error), e.steps) for e in (causes[0], first))
+    earlier, last = ((e.rank, _own_code(e), _raised(e.error), e.steps) for e in (causes[0], first))
     again = f"rank {first.rank} has failed in the same way after step {first.steps} twice"
     return again if earlier == last else ""
+
+
+def _own_code(worker_exit: WorkerExit) -> int:
+    """Its exit code; of one that was ending on its own error when the launcher's signal came, that of errors."""
+    return worker_exit.exit_code if worker_exit.signal_number is None else FAILED
 
 
 def _error_of_ours(last_words: str) -> type[errors.ShardwrightError] | None:
@@ -302,7 +310,7 @@ def _consequence(worker_exit: WorkerExit, first: WorkerExit, hung: int | None) -
         return f"{_ENDED} rank {first.rank} found that it hangs"
     if worker_exit.was_killed and worker_exit.signal_number is not None:
         return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"
-    if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
+    if _was_stopped(worker_exit):
         return f"stopped by {_signal_name(worker_exit.signal_number)}"
     error = _error_in_a_line(worker_exit.error)
     if error and error == _error_in_a_line(first.error):
