@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity
 from shardwright.comm.launchers import detect
 from shardwright.cpu_mode import _private, cuda_functions, modules, tensors
 from shardwright.cpu_mode import modules as mixed_precision
-from shardwright.cpu_mode.tensors import is_cuda, put_all
+from shardwright.cpu_mode.tensors import is_cuda, none_if_cuda, put_all, with_argument
 from shardwright.errors import LaunchError, UsageError
 from shardwright.exit_codes import USAGE
 
@@ -36,13 +36,12 @@ def put_in_force() -> None:
 
     core: Any = distributed_c10d
     meshes: Any = device_mesh
-    groups = {
-        "init_process_group": _made_by_gloo(core.init_process_group, position=0),
-        "new_group": _made_by_gloo(core.new_group, position=2),
-    }
-    put_all(groups, dist, core)
-    put_all({"init_device_mesh": _mesh_on_cpu(meshes.init_device_mesh, position=0)}, dist, meshes)
-    meshes.DeviceMesh.__init__ = _mesh_on_cpu(meshes.DeviceMesh.__init__, position=1)
+    for name in ("init_process_group", "new_group"):
+        by_gloo = with_argument(getattr(core, name), "backend", backend_on_cpu)
+        # A device would bind the group to a GPU.
+        put_all({name: with_argument(by_gloo, "device_id", none_if_cuda)}, dist, core)
+    put_all({"init_device_mesh": _mesh_on_cpu(meshes.init_device_mesh)}, dist, meshes)
+    meshes.DeviceMesh.__init__ = _mesh_on_cpu(meshes.DeviceMesh.__init__)
     # In the module alone: PyTorch's own code asks another name, and must not look for NCCL in vain.
     put_all({"is_nccl_available": lambda: True}, dist)
 
@@ -59,30 +58,8 @@ def backend_on_cpu(backend: Any) -> Any:
     return by_device.get("cpu", "gloo")
 
 
-def _made_by_gloo(make: Callable[..., Any], *, position: int) -> Callable[..., Any]:
-    @functools.wraps(make)
-    def translated(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position:
-            args = (*args[:position], backend_on_cpu(args[position]), *args[position + 1 :])
-        elif "backend" in kwargs:
-            kwargs["backend"] = backend_on_cpu(kwargs["backend"])
-        if is_cuda(kwargs.get("device_id")):
-            del kwargs["device_id"]  # it binds a group to a GPU
-        return make(*args, **kwargs)
-
-    return translated
-
-
-def _mesh_on_cpu(make: Callable[..., Any], *, position: int) -> Callable[..., Any]:
-    @functools.wraps(make)
-    def translated(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position and is_cuda(args[position]):
-            args = (*args[:position], "cpu", *args[position + 1 :])
-        elif is_cuda(kwargs.get("device_type")):
-            kwargs["device_type"] = "cpu"
-        return make(*args, **kwargs)
-
-    return translated
+def _mesh_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    return with_argument(make, "device_type", lambda device: "cpu" if is_cuda(device) else device)
 
 
 def put_children_in_force(enable: Callable[..., None]) -> None:
@@ -109,7 +86,7 @@ class _Activation:
 def put_profilers_in_force() -> None:
     """Has profilers leave out what only a GPU could tell."""
     whole: Any = torch.profiler.profile
-    whole.__init__ = _without_activity(whole.__init__)
+    whole.__init__ = with_argument(whole.__init__, "activities", _on_cpu, without=("use_cuda",))
     of_autograd: Any = profiler.profile
     of_autograd.__init__ = _without_device(of_autograd.__init__)
     ranges: Any = profiler.emit_nvtx
@@ -117,19 +94,10 @@ def put_profilers_in_force() -> None:
     ranges.__exit__ = lambda self, *exc_info: False
 
 
-def _without_activity(init: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        kwargs.pop("use_cuda", None)
-        if kwargs.get("activities") is not None:
-            kwargs["activities"] = _on_cpu(kwargs["activities"])
-        init(self, *args, **kwargs)
-
-    return __init__
-
-
-def _on_cpu(activities: Iterable[Any]) -> list[Any]:
-    """The activities without those of CUDA; that of the CPU where none is left."""
+def _on_cpu(activities: Iterable[Any] | None) -> list[Any] | None:
+    """The activities without those of CUDA; that of the CPU where none is left; None where none are named."""
+    if activities is None:
+        return None
     cuda = ProfilerActivity.CUDA
     left: list[Any] = []
     for activity in activities:

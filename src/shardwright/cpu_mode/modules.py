@@ -3,7 +3,6 @@
 import collections.abc
 import functools
 import importlib.util
-import inspect
 import math
 import sys
 import threading
@@ -19,14 +18,16 @@ from torch.utils.data import DataLoader
 from shardwright.after_import import after_import
 from shardwright.comm.collectives.backend import normalised_over_ranks
 from shardwright.cpu_mode import _private
-from shardwright.cpu_mode.tensors import is_cuda, on_cpu, put, put_all, sent_to_cpu
+from shardwright.cpu_mode.tensors import is_cuda, on_cpu, put, put_all, sent_to_cpu, with_argument
 
 
 def put_in_force() -> None:
     module: Any = nn.Module
     put(module, "to", sent_to_cpu(module.to))
     wrapper: Any = nn.parallel.DistributedDataParallel
-    wrapper.__init__ = _without_devices(wrapper.__init__)
+    # It refuses devices for a module on the CPU.
+    for name in ("device_ids", "output_device"):
+        wrapper.__init__ = with_argument(wrapper.__init__, name, lambda _: None)
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _sharded_on_cpu)
     # FSDP waits for the stream of its device where it offloads, and that of the CPU has no such method.
     stream: Any = torch.cpu.Stream
@@ -40,36 +41,14 @@ def put_in_force() -> None:
 def _sharded_on_cpu(module: Any) -> None:
     """Has FSDP compute on the CPU where the script names a GPU."""
     wrapper = module.FullyShardedDataParallel
-    init = wrapper.__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        # Also where none is named: FSDP would look for an accelerator.
-        kwargs["device_id"] = on_cpu(kwargs.get("device_id") or torch.device("cuda"))
-        init(self, *args, **kwargs)
-
-    wrapper.__init__ = __init__
+    # Also where none is named: FSDP would look for an accelerator.
+    wrapper.__init__ = with_argument(
+        wrapper.__init__, "device_id", lambda device: on_cpu(device or torch.device("cuda")), default=None
+    )
 
 
 def _done(stream: Any) -> None:
     """Waits for the work of a stream."""
-
-
-def _without_devices(init: Callable[..., Any]) -> Callable[..., Any]:
-    """For `DistributedDataParallel`, which refuses devices for a module on the CPU."""
-
-    @functools.wraps(init)
-    def __init__(  # noqa: N807
-        self: Any,
-        module: nn.Module,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        init(self, module, None, None, *args, **kwargs)
-
-    return __init__
 
 
 def put_norms_in_force() -> None:
@@ -93,21 +72,7 @@ def _on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def put_loading_in_force() -> None:
     cls: Any = DataLoader
-    cls.__init__ = _unpinned(cls.__init__)
-
-
-def _unpinned(init: Callable[..., Any]) -> Callable[..., Any]:
-    position = list(inspect.signature(init).parameters).index("pin_memory")
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if len(args) >= position:  # self is not among them
-            args = (*args[: position - 1], False, *args[position:])
-        kwargs.pop("pin_memory", None)
-        kwargs.pop("pin_memory_device", None)
-        init(self, *args, **kwargs)
-
-    return __init__
+    cls.__init__ = with_argument(cls.__init__, "pin_memory", lambda _: False, without=("pin_memory_device",))
 
 
 _SIX = "torch._six"
@@ -149,9 +114,10 @@ _OWN = _Own()
 
 def put_mixed_precision_in_force() -> None:
     scaler: Any = torch.amp.grad_scaler.GradScaler
-    scaler.__init__ = _scaler_on_cpu(scaler.__init__)
+    scaler.__init__ = with_argument(scaler.__init__, "device", _kind, default="cuda")
     amp: Any = torch.amp
-    put_all({name: _function_on_cpu(getattr(amp, name)) for name in ("custom_fwd", "custom_bwd")}, amp)
+    functions = {name: getattr(amp, name) for name in ("custom_fwd", "custom_bwd")}
+    put_all({name: with_argument(each, "device_type", _kind) for name, each in functions.items()}, amp)
     _restore_types_on_leaving(torch.autocast)
     put_all(_state(), _private.CORE, torch)
 
@@ -192,30 +158,13 @@ def _state() -> dict[str, Callable[..., Any]]:
         if is_cuda(device_type) and is_enabled("cpu"):
             set_dtype("cpu", dtype)
 
-    def get_autocast_gpu_dtype() -> torch.dtype:
-        return get_autocast_dtype("cuda")
-
-    def set_autocast_gpu_dtype(dtype: torch.dtype, /) -> None:
-        set_autocast_dtype("cuda", dtype)
-
-    def get_autocast_cpu_dtype() -> torch.dtype:
-        return get_autocast_dtype("cpu")
-
-    def set_autocast_cpu_dtype(dtype: torch.dtype, /) -> None:
-        set_autocast_dtype("cpu", dtype)
-
+    whole = (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype)
     return {
-        f.__name__: f
-        for f in (
-            is_autocast_enabled,
-            set_autocast_enabled,
-            get_autocast_dtype,
-            set_autocast_dtype,
-            get_autocast_gpu_dtype,
-            set_autocast_gpu_dtype,
-            get_autocast_cpu_dtype,
-            set_autocast_cpu_dtype,
-        )
+        **{function.__name__: function for function in whole},
+        "get_autocast_gpu_dtype": lambda: get_autocast_dtype("cuda"),
+        "set_autocast_gpu_dtype": lambda dtype, /: set_autocast_dtype("cuda", dtype),
+        "get_autocast_cpu_dtype": lambda: get_autocast_dtype("cpu"),
+        "set_autocast_cpu_dtype": lambda dtype, /: set_autocast_dtype("cpu", dtype),
     }
 
 
@@ -254,21 +203,3 @@ def _restore_types_on_leaving(autocast: Any) -> None:
 
 def _kind(device_type: str) -> str:
     return "cpu" if is_cuda(device_type) else device_type
-
-
-def _scaler_on_cpu(init: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(init)
-    def __init__(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        init(self, _kind(device), *args, **kwargs)
-
-    return __init__
-
-
-def _function_on_cpu(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.amp.custom_fwd` and its like, which name a kind of device."""
-
-    @functools.wraps(decorate)
-    def translated(*args: Any, device_type: str, **kwargs: Any) -> Any:
-        return decorate(*args, device_type=_kind(device_type), **kwargs)
-
-    return translated

@@ -4,12 +4,13 @@ A few questions have one right answer for the script and another for PyTorch: in
 decides whether a tensor has arrived, in PyTorch which kernel may work on it.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,46 @@ def put_translated(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         put(owner, name, replacement)
 
 
+def with_argument(
+    function: Callable[..., Any],
+    name: str,
+    change: Callable[[Any], Any],
+    *,
+    position: int | None = None,
+    default: Any = inspect.Parameter.empty,
+    without: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """A function with one argument changed, wherever a call has it.
+
+    Args:
+        position: where it may stand, for functions whose signature does not tell; by default by name alone.
+        default: what is changed where a call leaves the argument out; by default nothing.
+        without: further arguments, by name, that it does not get.
+
+    >>> power = with_argument(pow, "exp", lambda number: number + 1)
+    >>> power(2, 3), power(2, exp=3)
+    (16, 16)
+    """
+    if position is None:
+        with contextlib.suppress(ValueError):  # PyTorch's core has no signatures
+            position = list(inspect.signature(function).parameters).index(name)
+    place = sys.maxsize if position is None else position
+    is_filled_in = default is not inspect.Parameter.empty
+
+    @functools.wraps(function)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > place:
+            args = (*args[:place], change(args[place]), *args[place + 1 :])
+        elif name in kwargs or is_filled_in:
+            kwargs[name] = change(kwargs.get(name, default))
+        if kwargs:
+            for each in without:
+                kwargs.pop(each, None)
+        return function(*args, **kwargs)
+
+    return changed
+
+
 def _twin(f: types.FunctionType) -> types.FunctionType:
     twin = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
     twin.__kwdefaults__ = f.__kwdefaults__
@@ -133,65 +174,43 @@ def put_factories_in_force() -> None:
     ):
         for name in names:
             put_translated(owner, name, made_on_cpu)
-    put_translated(torch, "load", _loaded_on_cpu)
-    put_translated(torch, "set_default_device", _default_on_cpu)
-    put_translated(torch, "set_default_tensor_type", _default_type_on_cpu)
+    put_translated(
+        torch, "load", lambda load: with_argument(load, "map_location", _place_on_cpu, default=None)
+    )
+    # None is the CPU, and unlike a device it costs nothing at each function.
+    put_translated(torch, "set_default_device", lambda to: with_argument(to, "device", none_if_cuda))
+    put_translated(torch, "set_default_tensor_type", lambda to: with_argument(to, "t", _type_on_cpu))
     _private.translate_device_contexts(on_cpu)
 
 
-def made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes its tensor on the CPU and in ordinary memory, also where it is told otherwise."""
+made_on_cpu = functools.partial(with_argument, name="device", change=on_cpu, without=("pin_memory",))
+"""A function that makes its tensor on the CPU and in ordinary memory, also where it is told otherwise."""
 
-    @functools.wraps(make)
-    def translated(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            if "device" in kwargs:
-                kwargs["device"] = on_cpu(kwargs["device"])
-            kwargs.pop("pin_memory", None)
-        return make(*args, **kwargs)
-
-    return translated
+sent_to_cpu = functools.partial(with_argument, name="device", change=on_cpu, position=1)
+"""The method ``to``, whose device comes first, or is named."""
 
 
 def _generator_on_cpu(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args:
-        args = (on_cpu(args[0]), *args[1:])
-    elif "device" in kwargs:
-        kwargs["device"] = on_cpu(kwargs["device"])
-    return plain(*args, **kwargs)
+    return with_argument(plain, "device", on_cpu, position=0)(*args, **kwargs)
 
 
-def _loaded_on_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def translated(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if map_location is None or is_cuda(map_location):
-            map_location = "cpu"  # also without: a file may come from a machine with GPUs
-        elif isinstance(map_location, dict):
-            map_location = {source: str(on_cpu(target)) for source, target in map_location.items()}
-        return load(f, map_location, *args, **kwargs)
-
-    return translated
+def _place_on_cpu(map_location: Any) -> Any:
+    if isinstance(map_location, dict):
+        return {source: str(on_cpu(target)) for source, target in map_location.items()}
+    # Also without: a file may come from a machine with GPUs.
+    return "cpu" if map_location is None or is_cuda(map_location) else map_location
 
 
-def _default_on_cpu(set_default: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(set_default)
-    def translated(device: Any) -> None:
-        # None is the CPU, and unlike a device it costs nothing at each function.
-        set_default(None if is_cuda(device) else device)
-
-    return translated
+def none_if_cuda(device: Any) -> Any:
+    """The device; None where it is one of CUDA."""
+    return None if is_cuda(device) else device
 
 
-def _default_type_on_cpu(set_default: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(set_default)
-    def translated(kind: Any) -> None:
-        set_default(kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind)
-
-    return translated
+def _type_on_cpu(kind: Any) -> Any:
+    return kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind
 
 
 _MAKERS = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-_MAY_BE_DEVICE = (str, int, torch.device)
 
 
 def put_in_force() -> None:
@@ -217,7 +236,7 @@ def put_in_force() -> None:
     cls.is_cuda = property(_seen_on_cuda(cls.is_cuda), doc=cls.is_cuda.__doc__)
     put_translated(cls, "type", _type_on_cuda)
     untyped: Any = torch.UntypedStorage
-    untyped.__new__ = staticmethod(_storage_on_cpu(untyped.__new__))
+    untyped.__new__ = staticmethod(with_argument(untyped.__new__, "device", on_cpu))
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         put_translated(storage, "cuda", _as_it_is)
         put_translated(storage, "to", sent_to_cpu)
@@ -226,44 +245,11 @@ def put_in_force() -> None:
 
 def _as_it_is(method: Callable[..., Any]) -> Callable[..., Any]:
     """For a method that would move an object to where there is nothing."""
-
-    @functools.wraps(method)
-    def as_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    return as_it_is
+    return functools.wraps(method)(lambda self, *args, **kwargs: self)
 
 
 def _without_effect(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    return nothing
-
-
-def _storage_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(make)
-    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return make(cls, *args, **kwargs)
-
-    return __new__
-
-
-def sent_to_cpu(send: Callable[..., Any]) -> Callable[..., Any]:
-    """The method ``to``, whose device comes first, or is named."""
-
-    @functools.wraps(send)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], _MAY_BE_DEVICE):
-            args = (on_cpu(args[0]), *args[1:])
-        elif "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return send(self, *args, **kwargs)
-
-    return to
+    return functools.wraps(method)(lambda *args, **kwargs: None)
 
 
 def _seen_on_cuda(is_cuda: Any) -> Callable[[Tensor], bool]:
@@ -282,9 +268,7 @@ def _type_on_cuda(kind_of: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kind_of)
     def type_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.")
-        found = kind_of(self, dtype, *args, **kwargs) if dtype is not None else kind_of(self)
+        found = kind_of(self, _type_on_cpu(dtype), *args, **kwargs) if dtype is not None else kind_of(self)
         if dtype is None and self.device.type == "cpu" and script_asks():
             return found.replace("torch.", "torch.cuda.", 1)
         return found
