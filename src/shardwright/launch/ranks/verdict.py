@@ -308,10 +308,10 @@ def _cause(worker_exit: WorkerExit) -> str:
 def _consequence(worker_exit: WorkerExit, first: WorkerExit, hung: int | None) -> str:
     if worker_exit.rank == hung and worker_exit.exit_code == -signal.SIGKILL:
         return f"{_ENDED} rank {first.rank} found that it hangs"
-    if worker_exit.was_killed and worker_exit.signal_number is not None:
-        return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"
-    if _was_stopped(worker_exit):
-        return f"stopped by {_signal_name(worker_exit.signal_number)}"
+    if (number := worker_exit.signal_number) is not None and worker_exit.was_killed:
+        return f"did not end on {_signal_name(number)}, so it was killed"
+    if number is not None and _was_stopped(worker_exit):
+        return f"stopped by {_signal_name(number)}"
     error = _error_in_a_line(worker_exit.error)
     if error and error == _error_in_a_line(first.error):
         return _SAME
