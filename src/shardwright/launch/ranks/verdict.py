@@ -154,7 +154,7 @@ def why_not_again(before: Sequence[WorkerExit], now: Sequence[WorkerExit]) -> st
 
 
 def _own_code(worker_exit: WorkerExit) -> int:
-    """Its exit code; of one that was ending on its own error when the launcher's signal came, that of errors."""
+    """Its exit code; that of errors, where it was ending on one of its own as the launcher's signal came."""
     return worker_exit.exit_code if worker_exit.signal_number is None else FAILED
 
 
