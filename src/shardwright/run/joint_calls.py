@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
+from shardwright.after_import import end_without_collecting
 from shardwright.comm.blame import Blame, Note
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.joining.store import limit_silence
@@ -154,6 +155,7 @@ _RUNS = itertools.count()
 def prepare(made: Context) -> None:
     """Gives a run what its ranks find each other with; on all ranks, in the same order."""
     run = next(_RUNS)
+    end_without_collecting()
     pulse = made.watch.pulse = made.watch.pulse or Pulse(made.rank)
     note_actions_on(pulse.page)
     if made.mesh.world_size == 1:

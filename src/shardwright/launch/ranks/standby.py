@@ -182,8 +182,9 @@ def _serve(path: Path, agent_pid: int) -> list[str]:
     signal.set_wakeup_fd(write_end)
     connections: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(str(path))
+        listener.bind(f"{path}-")
         listener.listen()
+        os.rename(f"{path}-", path)  # who finds it is heard
         while connections or os.getppid() == agent_pid:  # ranks may save when the agent has gone
             by_fd = {connection.fileno(): pid for pid, connection in connections.items()}
             ready, _, _ = select.select([listener.fileno(), wakeup, *by_fd], [], [], _LOOK_S)
