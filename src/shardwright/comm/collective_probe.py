@@ -4,9 +4,6 @@ All ranks run the same step at the same time, as in a collective: they share cor
 slowest rank counts. For steps, the fastest of several attempts counts, because disturbances only add. Whole
 collectives, ours and gloo's, are timed in alternation, and the median counts: busy cores are part of their
 cost.
-
-As in `collective_probe`, all ranks run the same step at the same time, the slowest rank counts, and so does
-the fastest of several attempts.
 """
 
 import datetime
@@ -24,10 +21,9 @@ from shardwright.collectives.choose import COLLECTIVES
 from shardwright.collectives.choose_on_devices import why_not_hierarchical
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve, DevicePrices, Line, Prices
 from shardwright.collectives.steps import Memory, Routine, Row, Span
-from shardwright.comm.collectives import device_collectives
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.comm.collectives.device_collectives import DeviceCollectives
-from shardwright.comm.collectives.reduction import Reduction, run_gloo
+from shardwright.comm.collectives.reduction import run_stock
 
 _ROUNDS = 5
 _SMALL, _LARGE = 16, 256 * 1024  # elements of 4 bytes
@@ -42,7 +38,8 @@ _ENOUGH_S = 0.008
 _ENOUGH_COMPARED_S = 0.03
 _LEAST_SHARE = 0.05
 _MOST_CALLS = 200
-_SUM = Reduction("SUM")
+
+_Call = Callable[[], object]
 
 
 def measure_prices(group: Communicator) -> Prices:
@@ -50,7 +47,7 @@ def measure_prices(group: Communicator) -> Prices:
 
     It takes some seconds.
     """
-    watch = _Stopwatch(group)
+    watch = _StepsStopwatch(group)
     topology, before = group.topology, group.prices
     ways = _ways_between_nodes(group)
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -100,9 +97,65 @@ def _ways_inside_of_nodes(group: Communicator) -> dict[int, int]:
 
 
 class _Stopwatch:
-    """Times what all ranks do."""
+    """Times what all ranks of a group do."""
+
+    def __init__(self, everyone: dist.ProcessGroup, device: torch.device):
+        self._everyone = everyone
+        self._device = device
+
+    def line(self, call_of: Callable[[int], tuple[_Call, int]], *, small: int, large: int) -> Line:
+        """Through the times of a small and a large call; `call_of` makes them, and says their bytes."""
+        call, small_bytes = call_of(small)
+        small_s = self._seconds(call)
+        call, large_bytes = call_of(large)
+        while large > 4 * small and self._slowest(call, 1) > _LONGEST_S:
+            large //= 2
+            call, large_bytes = call_of(large)
+        return line_through([small_s, self._seconds(call)], [small_bytes, large_bytes])
+
+    def sides(self, collective: str, part: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+        """The input and the output of a collective, with so many elements in a rank's part."""
+        piece, whole = self._zeros(part), self._zeros(part * num_ranks)
+        found = {"all_gather": (piece, whole), "reduce_scatter": (whole, piece)}
+        return found.get(collective, (whole, whole))
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, device=self._device)
+
+    def _seconds(self, call: _Call) -> float:
+        """Of a call on the slowest rank: the fastest of some rounds."""
+        number = self._number_of(call)
+        return min(self._slowest(call, number) for _ in range(_ROUNDS))
+
+    def _number_of(self, call: _Call, enough_s: float = _ENOUGH_S) -> int:
+        """So many calls that they take long enough to be timed; the first ones connect."""
+        return min(_MOST_CALLS, max(1, int(enough_s / self._slowest(call, 2))))
+
+    def _slowest(self, call: _Call, number: int) -> float:
+        self._largest(0.0)  # all ranks are here
+        self._settle()
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        self._settle()
+        return self._largest((time.perf_counter() - start) / number)
+
+    def _largest(self, value: float) -> float:
+        found = torch.tensor([value], dtype=torch.float64, device=self._device)
+        run_stock(self._everyone, "all_reduce", found, found, dist.ReduceOp.MAX)
+        return found.item()
+
+    def _settle(self) -> None:
+        """Waits for the device."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+class _StepsStopwatch(_Stopwatch):
+    """Times the steps of collectives on CPUs, and whole ones."""
 
     def __init__(self, group: Communicator):
+        super().__init__(group.gloo, torch.device("cpu"))
         self._group = group
 
     def memory(self, do: Callable[[Tensor, Tensor], object], *, reads: int) -> Line:
@@ -133,7 +186,9 @@ class _Stopwatch:
         if not ways:
             return DEFAULT_PRICES.local_message
 
-        def call_of(count: int) -> Callable[[], object]:
+        most = max(sum(rank in ways for rank in node) for node in group.topology.nodes)
+
+        def call_of(count: int) -> tuple[_Call, int]:
             row = Row(group.rank, ())
             arrivals = [
                 row.receive(source, Span(Memory.OUTPUT, number * count, (number + 1) * count))
@@ -144,10 +199,10 @@ class _Stopwatch:
                 row.send(ways[group.rank], Span(Memory.INPUT, 0, count))
             row.wait(arrivals)
             data, output = torch.zeros(count), torch.zeros(count * len(ways))
-            return partial(group.run_routine, "probe of messages", Routine.of(row.steps), data, output)
+            call = partial(group.run_routine, "probe of messages", Routine.of(row.steps), data, output)
+            return call, 4 * most * count
 
-        most = max(sum(rank in ways for rank in node) for node in group.topology.nodes)
-        return self._line(call_of, pieces=most)
+        return self.line(call_of, small=_SMALL, large=_LARGE)
 
     def compare(self, collective: str) -> tuple[Curve, Curve]:
         """The overhead of one of our collectives over its steps, and the time of gloo's, by size."""
@@ -156,7 +211,11 @@ class _Stopwatch:
         pieces = num_ranks if collective in ("all_reduce", "broadcast") else 1
         own, gloo = [], []
         for count in _COUNTS:
-            calls = [self._own_call(collective, count), self._gloo_call(collective, count)]
+            data, output = self.sides(collective, count, num_ranks)
+            calls: list[_Call] = [
+                partial(group.run, collective, data, output),
+                partial(run_stock, group.gloo, collective, data, output),
+            ]
             if count > _SMALL and any(self._slowest(call, 1) > _LONGEST_S for call in calls):
                 break
             numbers = [self._number_of(call, _ENOUGH_COMPARED_S) for call in calls]
@@ -170,56 +229,6 @@ class _Stopwatch:
             gloo.append((num_bytes, gloo_s))
         return Curve(tuple(own)), Curve(tuple(gloo))
 
-    def _gloo_call(self, collective: str, count: int) -> Callable[[], object]:
-        group = self._group
-        part, whole = torch.zeros(count), torch.zeros(count * group.topology.num_ranks)
-        data, output = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(
-            collective, (whole, whole)
-        )
-        return partial(run_gloo, group.gloo, collective, data, output, _SUM, 0)
-
-    def _own_call(self, collective: str, count: int) -> Callable[[], object]:
-        group = self._group
-        part, whole = torch.zeros(count), torch.zeros(count * group.topology.num_ranks)
-        calls: dict[str, Callable[[], object]] = {
-            "all_gather": partial(group.all_gather, whole, part),
-            "reduce_scatter": partial(group.reduce_scatter, part, whole),
-            "all_reduce": partial(group.all_reduce, whole),
-            "broadcast": partial(group.broadcast, whole, 0),
-        }
-        return calls[collective]
-
-    def _line(self, call_of: Callable[[int], Callable[[], object]], *, pieces: int) -> Line:
-        """A line through the times of a small and a large call."""
-        large = self._bearable(call_of)
-        times = [self._seconds(call_of(count)) for count in (_SMALL, large)]
-        return line_through(times, [4 * pieces * count for count in (_SMALL, large)])
-
-    def _bearable(self, call_of: Callable[[int], Callable[[], object]]) -> int:
-        """Elements a piece for a large call that does not take too long."""
-        large = _LARGE
-        while large > 2 * _SMALL and self._slowest(call_of(large), 1) > _LONGEST_S:
-            large //= 2
-        return large
-
-    def _seconds(self, call: Callable[[], object]) -> float:
-        """Of a call on the slowest rank: the fastest of some rounds."""
-        number = self._number_of(call)
-        return min(self._slowest(call, number) for _ in range(_ROUNDS))
-
-    def _number_of(self, call: Callable[[], object], enough_s: float = _ENOUGH_S) -> int:
-        """So many calls that they take long enough to be timed."""
-        return min(_MOST_CALLS, max(1, int(enough_s / self._slowest(call, 2))))
-
-    def _slowest(self, call: Callable[[], object], number: int) -> float:
-        self._group.gloo.barrier(dist.BarrierOptions()).wait()
-        start = time.perf_counter()
-        for _ in range(number):
-            call()
-        seconds = torch.tensor([(time.perf_counter() - start) / number], dtype=torch.float64)
-        run_gloo(self._group.gloo, "all_reduce", seconds, seconds, Reduction("MAX"), 0)
-        return seconds.item()
-
 
 def line_through(times: list[float], sizes: list[int]) -> Line:
     """A line through two points: the small one has next to no bytes."""
@@ -230,9 +239,6 @@ def line_through(times: list[float], sizes: list[int]) -> Line:
 
 _SMALL_BYTES, _LARGE_BYTES = 4 * 1024, 256 * 2**20
 _ITEMSIZE = 4
-# A call that takes longer is halved until it does not.
-_CALLS = 10
-_DEVICE_SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 def measure_device_prices(
@@ -246,71 +252,31 @@ def measure_device_prices(
         everyone=watch.lines(group.everyone),
         across=watch.lines(group.across) if hops else {},
         inside=watch.lines(group.inside) if hops else {},
-        reorder=watch.line(watch.reordering),
+        reorder=watch.line(watch.reordering, small=_SMALL_BYTES, large=largest),
         source=f"measured on {device.type} devices of {group.topology}, {when}",
     )
 
 
-class _DeviceStopwatch:
-    """Times what all ranks do."""
+class _DeviceStopwatch(_Stopwatch):
+    """Times collectives of groups on accelerators."""
 
     def __init__(self, group: DeviceCollectives, device: torch.device, largest: int):
-        self._group = group
-        self._largest = largest
-        self._device = device
+        super().__init__(group.everyone, device)
+        self._most_bytes = largest
 
     def lines(self, group: dist.ProcessGroup) -> dict[str, Line]:
-        return {collective: self.line(partial(self._call, group, collective)) for collective in COLLECTIVES}
+        def line(collective: str) -> Line:
+            def call_of(num_bytes: int) -> tuple[_Call, int]:
+                count = max(1, num_bytes // _ITEMSIZE // group.size())
+                data, output = self.sides(collective, count, group.size())
+                return partial(run_stock, group, collective, data, output), _ITEMSIZE * count * group.size()
 
-    def line(self, call_of: Callable[[int], tuple[Callable[[], object], int]]) -> Line:
-        """Through the times of a small and a large call."""
-        call, small = call_of(_SMALL_BYTES)
-        small_s = self._seconds(call)
-        size = self._largest
-        call, large = call_of(size)
-        while size > 4 * _SMALL_BYTES and self._slowest(call, 1) > _LONGEST_S:
-            size //= 2
-            call, large = call_of(size)
-        return line_through([small_s, self._seconds(call)], [small, large])
+            return self.line(call_of, small=_SMALL_BYTES, large=self._most_bytes)
 
-    def reordering(self, num_bytes: int) -> tuple[Callable[[], object], int]:
+        return {collective: line(collective) for collective in COLLECTIVES}
+
+    def reordering(self, num_bytes: int) -> tuple[_Call, int]:
         """A copy as an all-gather makes it."""
         data = self._zeros(num_bytes // _ITEMSIZE).view(8, 4, -1)
         target = torch.empty_like(data).view(4, 8, -1)
         return lambda: target.copy_(data.transpose(0, 1)), num_bytes
-
-    def _call(
-        self, group: dist.ProcessGroup, collective: str, num_bytes: int
-    ) -> tuple[Callable[[], object], int]:
-        count = max(1, num_bytes // _ITEMSIZE // group.size())
-        part, whole = self._zeros(count), self._zeros(count * group.size())
-        calls: dict[str, Callable[[], object]] = {
-            "all_gather": partial(device_collectives.all_gather, group, whole, part),
-            "reduce_scatter": partial(device_collectives.reduce_scatter, group, part, whole, _DEVICE_SUM),
-            "all_reduce": partial(device_collectives.all_reduce, group, whole, _DEVICE_SUM),
-            "broadcast": partial(device_collectives.broadcast, group, whole, 0),
-        }
-        return calls[collective], _ITEMSIZE * whole.numel()
-
-    def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, device=self._device)
-
-    def _seconds(self, call: Callable[[], object]) -> float:
-        self._slowest(call, 2)  # the first one connects
-        return min(self._slowest(call, _CALLS) for _ in range(_ROUNDS))
-
-    def _slowest(self, call: Callable[[], object], number: int) -> float:
-        device_collectives.all_reduce(self._group.everyone, self._zeros(1), _DEVICE_SUM)
-        self._settle()
-        start = time.perf_counter()
-        for _ in range(number):
-            call()
-        self._settle()
-        seconds = self._zeros(1) + (time.perf_counter() - start) / number
-        device_collectives.all_reduce(self._group.everyone, seconds, _MAX)
-        return seconds.item()
-
-    def _settle(self) -> None:
-        """Waits for the device."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)

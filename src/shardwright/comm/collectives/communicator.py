@@ -1,7 +1,6 @@
 """The collectives of one group of ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from shardwright.collectives.choose import GLOO, Choice, Chooser
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.steps import Routine
 from shardwright.comm.collectives.ordered_thread import OrderedThread
-from shardwright.comm.collectives.reduction import Reduction, gloo_can, run_gloo, start_gloo
+from shardwright.comm.collectives.reduction import Reduction, gloo_can, start_gloo
 from shardwright.comm.collectives.step_runner import Neighbours, Operation, run_steps
 from shardwright.comm.joining.session import Session
 from shardwright.errors import UsageError
@@ -42,37 +41,9 @@ def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> 
             )
 
 
-class _NodeGroup(Protocol):
-    """The group whose thread runs the gather: see `Communicator`."""
-
-    @property
-    def rank(self) -> int:
-        """Of this process in the group."""
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks that share a node."""
-
-    def run_routine(
-        self, name: str, routine: Routine, data: Tensor, result: Tensor, *, shared: Tensor | None = None
-    ) -> None:
-        """Runs the steps of a collective."""
-
-
-class _NodeGather:
-    """Gathers, on the thread of a group; see `Communicator.gather_to_nodes`."""
-
-    def __init__(self, group: _NodeGroup):
-        self._group = group
-        self._routines: dict[tuple[int, ...], Routine] = {}
-
-    def __call__(self, memory: Tensor, data: Tensor, pieces: tuple[int, ...]) -> None:
-        """Gathers elements as they are."""
-        group = self._group
-        if pieces not in self._routines:
-            steps = gather_to_nodes(group.topology, group.rank, pieces=pieces)
-            self._routines[pieces] = Routine.of(steps)
-        group.run_routine("gather_to_nodes", self._routines[pieces], data, memory, shared=memory)
+def _count(collective: str, data: Tensor, output: Tensor) -> int:
+    """Elements by which a collective is chosen: of a rank's part, or of what all ranks have."""
+    return output.numel() if collective == "reduce_scatter" else data.numel()
 
 
 _SUM = Reduction("SUM")
@@ -112,7 +83,7 @@ class Communicator:
         self._num_operations = 0
         self._failure: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._node_gather = _NodeGather(self)
+        self._gathers: dict[tuple[int, ...], Routine] = {}
         self._session = session
 
     def close(self) -> None:
@@ -124,31 +95,37 @@ class Communicator:
 
     def all_gather(self, output: Tensor, data: Tensor) -> None:
         """Gives every rank the inputs of all."""
-        check_fit("all_gather", data, output, self.topology.num_ranks)
-        self._run("all_gather", data, output, count=data.numel())
+        self.run("all_gather", data, output)
 
     def reduce_scatter(self, output: Tensor, data: Tensor, reduction: Reduction = _SUM) -> None:
         """Gives every rank its part of the sum of all inputs."""
-        check_fit("reduce_scatter", data, output, self.topology.num_ranks)
-        reduction.check(data.dtype)
-        self._run(
-            "reduce_scatter",
-            data,
-            output,
-            count=output.numel(),
-            reduction=reduction,
-        )
+        self.run("reduce_scatter", data, output, reduction)
 
     def all_reduce(self, data: Tensor, reduction: Reduction = _SUM) -> None:
         """Gives every rank the sum of all inputs, in place."""
-        check_fit("all_reduce", data, data, self.topology.num_ranks)
-        reduction.check(data.dtype)
-        self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
+        self.run("all_reduce", data, data, reduction)
 
     def broadcast(self, data: Tensor, source: int) -> None:
         """Gives every rank what one of them has, in place."""
-        check_fit("broadcast", data, data, self.topology.num_ranks)
-        self._run("broadcast", data, data, count=data.numel(), source=source)
+        self.run("broadcast", data, data, source=source)
+
+    def run(
+        self,
+        collective: str,
+        data: Tensor,
+        output: Tensor,
+        reduction: Reduction = _SUM,
+        *,
+        source: int = 0,
+    ) -> None:
+        """Does a collective by its name; those in place have their data as the output."""
+        check_fit(collective, data, output, self.topology.num_ranks)
+        kind = f"broadcast from {source}" if collective == "broadcast" else collective
+        if collective in ("reduce_scatter", "all_reduce"):
+            reduction.check(data.dtype)
+            kind = f"{collective} {reduction.name}"
+        if output.numel():
+            self._run_task(kind, lambda: self._do(kind, collective, data, output, reduction, source))
 
     def start_gloo(
         self,
@@ -165,10 +142,10 @@ class Communicator:
         Nothing of it runs on `thread`: the way over Python takes as long as a small collective.
         """
         check_fit(collective, data, output, self.topology.num_ranks)
-        count = output.numel() if collective == "reduce_scatter" else data.numel()
         alone = self._failure is None and output.numel() > 0 and reduction.name != "AVG"
         if not alone or not gloo_can(collective, data.dtype, reduction):
             return None
+        count = _count(collective, data, output)
         if self._chooser.choice(collective, count, data.element_size()).candidate.name != GLOO:
             return None
         return start_gloo(group, collective, data.view(-1), output.view(-1), reduction, source)
@@ -179,9 +156,12 @@ class Communicator:
         Nobody reads `memory` meanwhile; when this returns, it is complete for all ranks of the node.
         """
         check_fit("gather_to_nodes", data, memory, self.topology.num_ranks)
-        data, sizes = data.detach(), tuple(pieces)
-
-        self._run_task("gather_to_nodes", lambda: self._node_gather(memory, data, sizes))
+        name, data, sizes = "gather_to_nodes", data.detach(), tuple(pieces)
+        if sizes not in self._gathers:
+            steps = gather_to_nodes(self.topology, self.rank, pieces=sizes)
+            self._gathers[sizes] = Routine.of(steps)
+        routine = self._gathers[sizes]
+        self._run_task(name, lambda: self.run_routine(name, routine, data, memory, shared=memory))
 
     def share_memory(self, num_bytes: int) -> Tensor:
         """Memory that all ranks see; collective over all of them, on one node; returns (num_bytes,) uint8."""
@@ -242,27 +222,6 @@ class Communicator:
 
     # ---- how they run ----
 
-    def _run(
-        self,
-        collective: str,
-        data: Tensor,
-        output: Tensor,
-        *,
-        count: int,
-        reduction: Reduction = _SUM,
-        source: int = 0,
-    ) -> None:
-        if output.numel() == 0:
-            return
-        kind = f"broadcast from {source}" if collective == "broadcast" else collective
-        if collective in ("reduce_scatter", "all_reduce"):
-            kind = f"{collective} {reduction.name}"
-
-        def task() -> None:
-            self._do(kind, collective, data, output, count, reduction, source)
-
-        self._run_task(kind, task)
-
     def _run_task(self, kind: str, task: Callable[[], None]) -> None:
         """Runs a collective in its turn; after one that failed, none does."""
 
@@ -287,18 +246,16 @@ class Communicator:
         collective: str,
         data: Tensor,
         output: Tensor,
-        count: int,
         reduction: Reduction,
         source: int,
     ) -> None:
         data, output = data.detach().view(-1), output.detach().view(-1)
-        itemsize = data.element_size()
-        if gloo_can(collective, data.dtype, reduction):
-            choice = self._chooser.choice(collective, count, itemsize)
-        else:
-            choice = self._chooser.own_choice(collective, count, itemsize)
+        count = _count(collective, data, output)
+        can = gloo_can(collective, data.dtype, reduction)
+        choose = self._chooser.choice if can else self._chooser.own_choice
+        choice = choose(collective, count, data.element_size())
         if choice.candidate.name == GLOO:
-            run_gloo(self.gloo, collective, data, output, reduction, source)
+            start_gloo(self.gloo, collective, data, output, reduction, source).wait()
         else:
             routine = self._chooser.routine(choice, collective, count, source)
             self.run_routine(kind, routine, data, output, reduction)

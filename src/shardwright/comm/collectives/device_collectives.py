@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from shardwright.collectives import Topology
 from shardwright.collectives.choose import Choice, size_class
@@ -26,43 +25,9 @@ from shardwright.collectives.choose_on_devices import HIERARCHICAL, choose_on_de
 from shardwright.collectives.prices import DevicePrices
 from shardwright.comm.collectives.device_lanes import Accelerator, Hop, Hops, spans
 from shardwright.comm.collectives.ordered_thread import OrderedThread
+from shardwright.comm.collectives.reduction import run_stock
 from shardwright.comm.tensor_codec import flat
 from shardwright.errors import UsageError
-
-
-def all_gather(group: dist.ProcessGroup, output: Tensor, data: Tensor) -> None:
-    """Gives every rank the inputs of all."""
-    opts = AllgatherOptions()
-    opts.asyncOp = False
-    _end(group._allgather_base(output, data, opts))
-
-
-def reduce_scatter(group: dist.ProcessGroup, output: Tensor, data: Tensor, op: Any) -> None:
-    """Gives every rank its part of the sum of all inputs."""
-    opts: Any = dist.ReduceScatterOptions()
-    opts.reduceOp, opts.asyncOp = op, False
-    _end(group._reduce_scatter_base(output, data, opts))
-
-
-def all_reduce(group: dist.ProcessGroup, data: Tensor, op: Any) -> None:
-    """Gives every rank the sum of all inputs, in place."""
-    opts: Any = dist.AllreduceOptions()
-    opts.reduceOp, opts.asyncOp = op, False
-    _end(group.allreduce([data], opts))
-
-
-def broadcast(group: dist.ProcessGroup, data: Tensor, source: int) -> None:
-    """Gives every rank what one of them has, in place."""
-    opts: Any = dist.BroadcastOptions()
-    opts.rootRank, opts.asyncOp = source, False
-    _end(group.broadcast([data], opts))
-
-
-def _end(work: dist.Work | None) -> None:
-    """Waits for a collective; NCCL gives nothing to wait for where the caller's stream does."""
-    if work is not None:
-        work.wait()
-
 
 # Legend: N nodes, L ranks of each, C elements of a chunk.
 
@@ -90,13 +55,13 @@ class _HopsOverNodes:
         def across(number: int) -> None:
             start, stop = columns[number]
             part_NC = self._shared(data.new_empty(self._num_nodes * (stop - start)))
-            all_gather(self._across, part_NC, data[start:stop])
+            run_stock(self._across, "all_gather", data[start:stop], part_NC)
             parts[number] = part_NC
 
         def inside(number: int) -> None:
             part_NC = parts.pop(number)
             all_LNC = data.new_empty(self._num_local, self._num_nodes, part_NC.numel() // self._num_nodes)
-            all_gather(self._inside, all_LNC.view(-1), part_NC)
+            run_stock(self._inside, "all_gather", part_NC, all_LNC.view(-1))
             output_NLn[:, :, slice(*columns[number])] = all_LNC.transpose(0, 1)
 
         return Hops([Hop("across", across), Hop("inside", inside)], len(columns))
@@ -111,11 +76,12 @@ class _HopsOverNodes:
         def inside(number: int) -> None:
             all_LNC = data_NLn[:, :, slice(*columns[number])].transpose(0, 1).contiguous()
             part_NC = self._shared(data.new_empty(all_LNC.numel() // self._num_local))
-            reduce_scatter(self._inside, part_NC, all_LNC.view(-1), first)
+            run_stock(self._inside, "reduce_scatter", all_LNC.view(-1), part_NC, first)
             parts[number] = part_NC
 
         def across(number: int) -> None:
-            reduce_scatter(self._across, output[slice(*columns[number])], parts.pop(number), second)
+            part = output[slice(*columns[number])]
+            run_stock(self._across, "reduce_scatter", parts.pop(number), part, second)
 
         return Hops([Hop("inside", inside), Hop("across", across)], len(columns))
 
@@ -132,15 +98,15 @@ class _HopsOverNodes:
                 whole = data.new_zeros(whole.numel() + missing)
                 whole[:-missing] = data[slice(*columns[number])]
             part = self._shared(data.new_empty(whole.numel() // self._num_local))
-            reduce_scatter(self._inside, part, whole, first)
+            run_stock(self._inside, "reduce_scatter", whole, part, first)
             wholes[number], parts[number] = whole, part
 
         def across(number: int) -> None:
-            all_reduce(self._across, parts[number], second)
+            run_stock(self._across, "all_reduce", parts[number], parts[number], second)
 
         def gather(number: int) -> None:
             whole, target = wholes.pop(number), data[slice(*columns[number])]
-            all_gather(self._inside, whole, parts.pop(number))
+            run_stock(self._inside, "all_gather", parts.pop(number), whole)
             if whole.numel() != target.numel():
                 target.copy_(whole[: target.numel()])
 
@@ -150,10 +116,12 @@ class _HopsOverNodes:
         columns = spans(data.numel(), chunk)
 
         def across(number: int) -> None:
-            broadcast(self._across, data[slice(*columns[number])], node)
+            part = data[slice(*columns[number])]
+            run_stock(self._across, "broadcast", part, part, source=node)
 
         def inside(number: int) -> None:
-            broadcast(self._inside, data[slice(*columns[number])], place)
+            part = data[slice(*columns[number])]
+            run_stock(self._inside, "broadcast", part, part, source=place)
 
         hops = [Hop("across", across)] if self._inside.rank() == place else []
         return Hops([*hops, Hop("inside", inside)], len(columns))

@@ -1,4 +1,4 @@
-"""Reduces elements of several ranks to one; gloo's own collectives behind our interface."""
+"""Reduces elements of several ranks to one; collectives of stock groups, by their names."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from shardwright.errors import UsageError
 
@@ -116,29 +117,59 @@ def gloo_can(collective: str, dtype: torch.dtype, reduction: Reduction) -> bool:
     return dtype in _SUMMED and reduction.name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
 
-def run_gloo(
-    group: dist.ProcessGroup, collective: str, data: Tensor, output: Tensor, reduction: Reduction, source: int
-) -> None:
-    """Runs a collective to its end; the arguments are those of `start_gloo`."""
-    start_gloo(group, collective, data, output, reduction, source).wait()
-
-
 def start_gloo(
     group: dist.ProcessGroup, collective: str, data: Tensor, output: Tensor, reduction: Reduction, source: int
 ) -> dist.Work:
-    op: Any = dist.ReduceOp.SUM if reduction.name == "AVG" else getattr(dist.ReduceOp, reduction.name)
+    """Begins a collective of gloo, which copies elements of any type as bytes."""
     if collective == "all_gather":
-        return group._allgather_base(output.view(torch.uint8), data.view(torch.uint8))
+        data, output = data.view(torch.uint8), output.view(torch.uint8)
+    elif collective == "broadcast" and output.dtype not in _SUMMED:
+        output = output.view(torch.uint8)
+    op: Any = dist.ReduceOp.SUM if reduction.name == "AVG" else getattr(dist.ReduceOp, reduction.name)
+    work: Any = _start(group, collective, data, output, op, source, is_async=True)
+    return work  # type: ignore[no-any-return]
+
+
+def run_stock(
+    group: dist.ProcessGroup,
+    collective: str,
+    data: Tensor,
+    output: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    *,
+    source: int = 0,
+) -> None:
+    """Runs a collective of gloo or NCCL as it is; on streams, the present one waits for it."""
+    # NCCL gives nothing to wait for where the caller's stream does.
+    if (work := _start(group, collective, data, output, op, source, is_async=False)) is not None:
+        work.wait()
+
+
+def _start(
+    group: dist.ProcessGroup,
+    collective: str,
+    data: Tensor,
+    output: Tensor,
+    op: Any,
+    source: int,
+    *,
+    is_async: bool,
+) -> dist.Work | None:
+    options: Any
+    if collective == "all_gather":
+        options = AllgatherOptions()
+        options.asyncOp = is_async
+        return group._allgather_base(output, data, options)
     if collective == "reduce_scatter":
-        scattering = dist.ReduceScatterOptions()
-        scattering.reduceOp = op
-        return group._reduce_scatter_base(output, data, scattering)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = op, is_async
+        return group._reduce_scatter_base(output, data, options)
     if collective == "all_reduce":
-        reducing = dist.AllreduceOptions()
-        reducing.reduceOp = op
-        return group.allreduce([output], reducing)
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = op, is_async
+        return group.allreduce([output], options)
     if collective == "broadcast":
-        telling = dist.BroadcastOptions()
-        telling.rootRank = source
-        return group.broadcast([output if output.dtype in _SUMMED else output.view(torch.uint8)], telling)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = source, is_async
+        return group.broadcast([output], options)
     raise UsageError(f"there is no collective {collective!r}.")

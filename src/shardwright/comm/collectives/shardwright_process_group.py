@@ -126,15 +126,7 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gloo.allreduce(list(tensors), opts)
         reduction = Reduction.of(opts.reduceOp)
         elements = [flat(tensor, "all_reduce") for tensor in tensors]
-        if (work := self._gloo_work("all_reduce", elements, elements, reduction=reduction)) is not None:
-            return work
-
-        def task() -> list[Tensor]:
-            for tensor in elements:
-                self.communicator.all_reduce(tensor, reduction)
-            return list(tensors)
-
-        return self._work(task, opts)
+        return self._each("all_reduce", elements, elements, opts, reduction=reduction, results=tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
@@ -143,15 +135,7 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_device(tensors):
             return self.devices.broadcast(list(tensors), opts)
         elements = [flat(tensor, "broadcast") for tensor in tensors]
-        if (work := self._gloo_work("broadcast", elements, elements, source=opts.rootRank)) is not None:
-            return work
-
-        def task() -> list[Tensor]:
-            for tensor in elements:
-                self.communicator.broadcast(tensor, opts.rootRank)
-            return list(tensors)
-
-        return self._work(task, opts)
+        return self._each("broadcast", elements, elements, opts, source=opts.rootRank, results=tensors)
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -180,15 +164,7 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         data = [_contiguous(tensor) for tensor in inputs]
         if self._on_device(inputs):
             return self.devices.all_gather(list(outputs), data, opts or AllgatherOptions())
-        if (work := self._gloo_work("all_gather", outputs, data)) is not None:
-            return work
-
-        def task() -> list[Tensor]:
-            for output, tensor in zip(outputs, data, strict=True):
-                self.communicator.all_gather(output, tensor)
-            return list(outputs)
-
-        return self._work(task, opts)
+        return self._each("all_gather", outputs, data, opts)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -211,21 +187,37 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_device(inputs):
             return self.devices.reduce_scatter(list(outputs), data, opts)
         reduction = Reduction.of(opts.reduceOp)
-        if (work := self._gloo_work("reduce_scatter", outputs, data, reduction=reduction)) is not None:
-            return work
-
-        def task() -> list[Tensor]:
-            for output, tensor in zip(outputs, data, strict=True):
-                self.communicator.reduce_scatter(output, tensor, reduction)
-            return list(outputs)
-
-        return self._work(task, opts)
+        return self._each("reduce_scatter", outputs, data, opts, reduction=reduction)
 
     # Names before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _each(
+        self,
+        collective: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any,
+        *,
+        results: Sequence[Tensor] | None = None,
+        **how: Any,
+    ) -> dist.Work:
+        """A collective of each of some tensors; of a single one, by gloo where that does it better."""
+        if len(inputs) == 1:
+            output, data = outputs[0].detach(), inputs[0].detach()
+            work = self.communicator.start_gloo(self._gloo, collective, output, data, **how)
+            if work is not None:
+                return work
+
+        def task() -> list[Tensor]:
+            for output, data in zip(outputs, inputs, strict=True):
+                self.communicator.run(collective, data, output, **how)
+            return list(outputs if results is None else results)
+
+        return self._work(task, opts)
 
     def _work(self, task: Callable[[], list[Tensor]], opts: Any) -> dist.Work:
         thread = self.communicator.thread
@@ -234,16 +226,6 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
             done.set_result(thread.run(task))
             return CollectiveWork(done)
         return CollectiveWork(thread.submit(task))
-
-    def _gloo_work(
-        self, collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **how: Any
-    ) -> dist.Work | None:
-        """A collective of one tensor that gloo does better; None where it does not."""
-        if len(inputs) != 1:
-            return None
-        return self.communicator.start_gloo(
-            self._gloo, collective, outputs[0].detach(), inputs[0].detach(), **how
-        )
 
     def _on_device(self, tensors: Iterable[Tensor]) -> bool:
         """Whether tensors are on the accelerator, and not on the CPU."""
