@@ -52,7 +52,8 @@ class Copy:
         base: value to copy; all others are views of it.
         from_stage: the value is another stage's; else one that the microbatch holds.
         order: dims of the base from the widest stride to the narrowest.
-        views: (position among the leaves of the arguments or None, value after, where it lies in memory).
+        views: (position among the leaves of the arguments or None, value after, where it lies in memory); of
+            a tensor that is given twice, with each position.
     """
 
     base: int
@@ -189,7 +190,11 @@ class Dataflow:
             self.displaced.add(change.after)
         # A tensor with holes (an expanded one) is copied by itself: nothing else is a view of it.
         order = base.view.order or tuple(range(len(base.view.size)))
-        views = tuple((change.position, change.after, change.view) for change in group)
+        views = tuple(
+            (position, change.after, change.view)
+            for change in group
+            for position in _positions_of(change, step)
+        )
         return Copy(base.before, not own, order, base.view.offset, views)
 
     def _base(self, step: TracedStep, group: tuple[Change, ...]) -> Change:
@@ -258,6 +263,13 @@ class Dataflow:
             hold=value in self._held,
             view=view,
         )
+
+
+def _positions_of(change: Change, step: TracedStep) -> Sequence[int | None]:
+    """All arguments that are the tensor which is changed, by whichever of them the step does it."""
+    if change.position is None:
+        return [None]
+    return [position for position, value in step.reads if value == change.before] or [change.position]
 
 
 def may_change(

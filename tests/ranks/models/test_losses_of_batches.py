@@ -66,6 +66,17 @@ def _weighed(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
     return (_each(z, y) * weights).sum() / weights.sum()
 
 
+def _connected(z: Tensor, y: Tensor, n: Tensor, lengths: Tensor) -> Tensor:
+    frames, labels = torch.full((len(z),), LENGTH), y.clamp(min=1)[:, :2]
+    log_p = z.log_softmax(2).transpose(0, 1)
+    return F.ctc_loss(log_p, labels, frames, lengths, reduction="sum", zero_infinity=True)
+
+
+def _connected_by_lengths(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
+    lengths = (y > 2).sum(1).clamp(1, 2)
+    return _connected(z, y, n, lengths) / lengths.sum()
+
+
 def _by_samples(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
     mask = y != -100
     return (_each(z, y) * mask).sum(1).sum() / mask.sum().clamp(min=1)
@@ -80,14 +91,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "masked": _masked,
     "large weights": _weighed,
     "masked, by samples": _by_samples,
-    "connections": lambda z, y, n: F.ctc_loss(
-        z.log_softmax(2).transpose(0, 1),
-        y.clamp(min=1)[:, :2],
-        torch.full((len(z),), LENGTH),
-        torch.full((len(z),), 2),
-        reduction="sum",
-        zero_infinity=True,
-    ),
+    "connections": lambda z, y, n: _connected(z, y, n, torch.full((len(z),), 2)),
+    "connections by their lengths": _connected_by_lengths,
     "smoothed": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.002),
     "picked rows": lambda z, y, n: z[y > 2].square().mean(),
     "weights of classes": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten(), weight=WEIGHTS),
@@ -244,6 +249,30 @@ def test_a_sum_divided_by_another_number_in_each_microbatch_is_refused() -> None
         run_ranks(_divided_by_a_running_number, 2)
 
 
+def _counted_over_uneven_replicas() -> float:
+    sw.init({**QUIET, "pipeline_parallel_degree": 1})
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3, dtype=D)
+    x, y = torch.randn(10, 6, dtype=D), torch.tensor([0, -100, 2, -100, 0, 1, 2, 0, 1, -100])
+    wanted = copy.deepcopy(net)
+    F.cross_entropy(wanted(x), y).backward()
+    model = sw.DistributedModel(net)
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> None:
+        model.backward(F.cross_entropy(model(x), y))
+
+    own = slice(0, 3) if sw.rdp_rank() == 0 else slice(3, 10)
+    train(model, x[own], y[own])
+    assert net.weight.grad is not None
+    return _largest([(net.weight.grad, wanted.weight.grad)])
+
+
+def test_labels_count_alike_over_replicas_with_other_numbers_of_samples() -> None:
+    """Each replica's labels were divided by its own samples: a smaller last batch counted for more."""
+    assert max(run_ranks(_counted_over_uneven_replicas, 2)) < 1e-12
+
+
 def _taken_for_itself() -> float:
     sw.init({**QUIET, "microbatches": 4})
     torch.manual_seed(0)
@@ -290,6 +319,20 @@ OF_DATA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _with_neighbours(z: Tensor, reward: Tensor) -> Tensor:
+    return (z[:, 0] - reward).square().mean() + (z[1:] - z[:-1]).abs().mean()
+
+
+def _centred(z: Tensor, reward: Tensor) -> Tensor:
+    return (z[:, 0] - reward).square().mean() + (z - z.mean(0)).square().mean().sqrt()
+
+
+UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Slice of single samples": _with_neighbours,
+    "rows and values of the whole microbatch together": _centred,
+}
+
+
 def _by_positives(z: Tensor, reward: Tensor) -> Tensor:
     return z.square().sum() / (reward > 9).sum().clamp(min=1)
 
@@ -305,8 +348,9 @@ def _told(kind: str, losses: str, words: str) -> dict[str, list[str]]:
 
     logging.getLogger("shardwright").addHandler(Heard())
     found = {}
-    of_count = {"count": _by_positives}
-    for name, loss_of in (of_count if losses == "count" else OF_DATA).items():
+    for name, loss_of in {"count": {"count": _by_positives}, "data": OF_DATA, "unknown": UNKNOWN}[
+        losses
+    ].items():
 
         def train(model: Any, x: Tensor, reward: Tensor, loss_of: Any = loss_of) -> Tensor:
             loss: Tensor = loss_of(model(x), reward)
@@ -332,6 +376,15 @@ def test_a_loss_with_a_statistic_of_the_data_is_told_of_once(kind: str) -> None:
         assert name.strip() in line
         assert "each of 4 microbatches takes its own" in line
         assert "before the step function" in line
+
+
+@pytest.mark.parametrize("kind", ["stages", "replicas"])
+def test_a_term_beside_others_of_which_nothing_is_known_is_told_of_once(kind: str) -> None:
+    """Alone it was told of; beside a mean it was that of each microbatch without a word."""
+    first, *_ = run_ranks(_told, 2, kind, "unknown", "set microbatches to 1")
+    for name, lines in first.items():
+        (line,) = lines
+        assert f"has a term that is computed by {name}, which shows no sum and no mean" in line
 
 
 @pytest.mark.parametrize("kind", ["stages", "replicas"])

@@ -105,6 +105,51 @@ class ReadsWhatMayBeClamped(Blocks):
         return self.head(y + self.clamps(x) + x)
 
 
+class TakesItTwice(nn.Module):
+    """Changes one of two arguments, or looks whether they are one."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.linear, self.changes = nn.Linear(8, 8), changes
+
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        if self.changes:
+            x.mul_(2)
+        return torch.tanh(self.linear(x)) + skipped * (1 if x is skipped else 3)
+
+
+class GivesItTwice(nn.Module):
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(TakesItTwice(changes) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, x)
+        return self.head(x)
+
+
+def train_with_one_tensor_twice(changes: bool) -> list[str]:
+    sw, plain, model = start(lambda: GivesItTwice(changes), {"pipeline": "zb_v"})
+    train = sw.step(squares)
+    found = []
+    for number in range(3):
+        (x,) = batches(number, 1)
+        train(model, x)
+        for part in x.tensor_split(4):
+            (plain(part).square().mean() / 4).backward()
+        found += apart(plain, model)
+    return found
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_tensor_that_is_given_twice_is_one_on_another_stage(changes):
+    """It came as two: a change in place of one of them left the other as it was."""
+    assert run_ranks(train_with_one_tensor_twice, 2, changes) == [[], []]
+
+
 def test_a_change_in_place_that_the_trace_does_not_have():
     """Autograd said something of leaves; without gradients, a stage went on with the tensor as it was."""
 

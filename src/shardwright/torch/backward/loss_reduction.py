@@ -43,6 +43,8 @@ class LossForm:
         reason: why it, or a term of it, is neither or unknown: what the loss does.
         of_data: a statistic of the batch's data that it is computed with.
         is_clamped: a count that it may be divided by is kept above a number.
+        divides_by_count: what a trace could not follow is divided by a number of the microbatch.
+        unknown: what computes a term of which it cannot be told, beside others.
         is_certain: no operation stands behind it of which a trace knows the shapes alone: ``loss[mask]``.
     """
 
@@ -53,6 +55,8 @@ class LossForm:
     of_data: str = ""
     is_certain: bool = True
     is_clamped: bool = False
+    divides_by_count: bool = False
+    unknown: str = ""
 
 
 def form_of_loss(
@@ -75,7 +79,14 @@ def form_of_loss(
     kinds = {term.reduction for term in terms} - {Reduction.UNKNOWN}
     aside = next((term.reason for term in terms if term.reduction is Reduction.NEITHER), "")
     if not kinds:
-        return LossForm(Reduction.UNKNOWN, reason=walk.unknown, is_certain=not walk.guesses)
+        return LossForm(
+            Reduction.UNKNOWN,
+            reason=walk.unknown,
+            is_certain=not walk.guesses,
+            divides_by_count=walk.divides_by_count,
+        )
+    is_mixed = any(term.reduction is Reduction.UNKNOWN for term in terms)
+    unknown = (walk.unknown or "code") if is_mixed and not walk.guesses else ""
     if Reduction.SUM in kinds and len(kinds) > 1:
         return LossForm(Reduction.NEITHER, reason=aside or "it adds a sum and a mean over samples")
     kinds.discard(Reduction.NEITHER)
@@ -84,13 +95,13 @@ def form_of_loss(
     if Reduction.WEIGHTED not in kinds:
         divisor = max(term.divisor for term in terms)
         certain, of_data = not walk.guesses, walk.of_number
-        return LossForm(max(kinds), reason=aside, divisor=divisor, of_data=of_data, is_certain=certain)
+        return LossForm(max(kinds), (), aside, divisor, of_data, certain, unknown=unknown)
     counts = tuple(
         term.count or (lambda: float(samples))
         for term in terms
         if term.reduction in (Reduction.MEAN, Reduction.WEIGHTED) and not term.is_fixed
     )
-    return LossForm(Reduction.WEIGHTED, counts=counts, reason=aside)
+    return LossForm(Reduction.WEIGHTED, counts=counts, reason=aside, unknown=unknown)
 
 
 class Shadows:

@@ -69,6 +69,7 @@ class LossWalk:
         self._known: dict[Any, Flow] = {}
         self.unknown = ""
         self.guesses = False
+        self.divides_by_count = False
         self.of_number = ""
 
     def flow(self, node: Any, depth: int) -> Flow:
@@ -198,6 +199,8 @@ class LossWalk:
     def _term_divided(self, term: Term, divisor: Tensor | float, num_sums: int) -> Term:
         """A sum that is divided may be a mean: by its samples, or by what counts of them."""
         if term.reduction is not Reduction.SUM:
+            is_count = isinstance(divisor, FakeTensor) and not self._is_constant(divisor)
+            self.divides_by_count |= is_count and term.reduction is Reduction.UNKNOWN
             return term
         if isinstance(divisor, Tensor) and divisor.numel() != 1:
             return Term(Reduction.UNKNOWN)

@@ -29,7 +29,7 @@ class TrainedModel(Protocol):
     """The wrapped model: see `DistributedModel`.
 
     Attributes:
-        labels_a_sample: about how many labels of a sample count, a power of two; alike on all ranks, 0 as
+        labels_of_batch: about how many labels of a batch count, a power of two; alike on all ranks, 0 as
             long as no replicas need it.
     """
 
@@ -37,7 +37,7 @@ class TrainedModel(Protocol):
     tree: ModelTree
     replicas: Replicas
     scaling: GradientScaling | None
-    labels_a_sample: float
+    labels_of_batch: float
 
     @property
     def partitioned(self) -> bool:

@@ -79,7 +79,7 @@ class LossWeights:
         self._samples = total or num
         self._first_counts: list[float] = []
         self._divisor = 0.0
-        self._per_sample = 0.0
+        self._labels = 0.0
         self._own: set[Any] = set()  # memory of parameters and buffers, shapes of quantized ones
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
@@ -141,6 +141,11 @@ class LossWeights:
                 f"has a term that is no mean over samples: {form.reason}. That term is the mean of those of "
                 "the microbatches, and not quite that of one process."
             )
+        elif form.unknown:
+            self._warn_once(
+                f"has a term that is computed by {form.unknown}, which shows no sum and no mean. It is taken "
+                "for what the other terms are; where it joins samples, set microbatches to 1."
+            )
 
     def _warn_once(self, what: str, *, tells: bool = False) -> None:
         line = f"{line_of(self._function)}: the loss {what}"
@@ -168,7 +173,7 @@ class LossWeights:
             return scale * self._replicas
         weight = self.shares[index]
         if self._count is not None:
-            weight = self._count / self._samples / self._labels_a_sample(index, self._count)
+            weight = self._count / self._labels_of_batch(index, self._count)
         self.weights[index] = weight
         return weight * scale
 
@@ -237,7 +242,9 @@ class LossWeights:
         def is_count(divisor: Tensor) -> bool:
             if self.data is not None and self.data.is_count(divisor):
                 self._function.divides_by_counts = True
-            is_weighted = traced is not None and traced.reduction is Reduction.WEIGHTED
+            is_weighted = traced is not None and (
+                traced.reduction is Reduction.WEIGHTED or traced.divides_by_count
+            )
             return is_weighted or bool(getattr(self._function, "divides_by_counts", False))
 
         form = form_of_loss(
@@ -261,12 +268,12 @@ class LossWeights:
             )
         return counts[0]
 
-    def _labels_a_sample(self, index: int, count: float) -> float:
-        """What losses are weighed by; replicas do not know the labels of each other."""
-        if not self._per_sample:
-            labels = count / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
-            self._per_sample = labels or self._model.labels_a_sample or 1.0
-        return self._per_sample
+    def _labels_of_batch(self, index: int, count: float) -> float:
+        """What losses are weighed by; replicas do not know the labels, or samples, of each other."""
+        if not self._labels:
+            a_sample = count / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
+            self._labels = a_sample * self._samples or self._model.labels_of_batch or 1.0
+        return self._labels
 
     # ---- over ranks ----
 
@@ -335,7 +342,7 @@ class WeighedGradients:
     def divide(self, function: Any, weights: Weights, total: float) -> None:
         function.weighs_labels = weights.is_weighted
         if weights.is_weighted and total:
-            self._model.labels_a_sample *= 2.0 ** round(log2(total))
+            self._model.labels_of_batch *= 2.0 ** round(log2(total))
         if not total or isclose(total, 1.0, rel_tol=1e-12):
             return
         if self._has_earlier:

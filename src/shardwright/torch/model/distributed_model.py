@@ -118,7 +118,7 @@ class DistributedModel(SpreadModule):
         self._low_precision = low_precision(current.config)
         if self._low_precision is not None:
             cast_model(module, self._low_precision)
-        self.labels_a_sample = 0.0
+        self.labels_of_batch = 0.0
         self.scaling: GradientScaling | None = None
         if current.config.fp16:
             self.scaling = GradientScaling(LossScaler(), self.local_parameters, current.device)

@@ -168,8 +168,8 @@ class Steps:
             self._gives_back = False
             give_back_freed_memory()
         with first_cause_named(current), own_cores, together:
-            if torch.is_grad_enabled() and current.mesh.data > 1 and not self._model.labels_a_sample:
-                self._model.labels_a_sample = self._labels_a_sample(batch)
+            if torch.is_grad_enabled() and current.mesh.data > 1 and not self._model.labels_of_batch:
+                self._model.labels_of_batch = self._labels_of(batch)
             with self._weighed.around(function):
                 try:
                     result = self._run_batch(function, batch, self._step_end.figures_of(batch))
@@ -200,12 +200,12 @@ class Steps:
                 "a step function, which runs once for each microbatch and trace. Set it in the training loop."
             )
 
-    def _labels_a_sample(self, batch: Batch) -> float:
+    def _labels_of(self, batch: Batch) -> float:
         """What weighs losses of a first batch, see `LossWeights`; collective over all ranks."""
         world = self._context.links.world
         assert world is not None
-        tokens = (batch.num_tokens or 0) / (batch.num_samples or 1)
-        here = torch.tensor([max(tokens, 1.0)], dtype=torch.float64, device=self._context.device)
+        labels = max(batch.num_tokens or 0, batch.num_samples or 0, 1)
+        here = torch.tensor([labels], dtype=torch.float64, device=self._context.device)
         return 2.0 ** round(math.log2(world.gather(here, Purpose.FIGURES).max().item()))
 
     def _run_batch(self, function: Callable[..., Any], batch: Batch, figures: Figures) -> BatchResult:

@@ -90,13 +90,14 @@ class MicrobatchTensors:
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
         """Puts the tensors in place that do not come from the user's variables."""
         items, structure = flatten((args, kwargs))
+        given: dict[int, Tensor] = {}
         for position, value in instruction.flow.cuts:
-            leaf = self.leaf(value, instruction.stage)
-            if leaf.requires_grad:
+            if value not in given:  # what is given twice is one tensor, also where it is changed in place
+                leaf = self.leaf(value, instruction.stage)
                 # The leaf itself is emptied after the backward. And autocast would keep the cast of a leaf,
                 # as if it were a weight, and sum its gradients rounded. (`view_as` may change its strides.)
-                leaf = leaf[...]
-            items[position] = leaf
+                given[value] = leaf[...] if leaf.requires_grad else leaf
+            items[position] = given[value]
         for position, value in instruction.flow.held:
             items[position] = self.held[value]
         for position, name in instruction.flow.buffers:
@@ -235,10 +236,13 @@ def _copied(base: Tensor, copy: Copy) -> Iterator[tuple[int | None, int, Tensor]
     """Copies memory, and gives all tensors in it."""
     with torch.enable_grad():  # also under no_grad, a change in place leaves a tensor its history
         memory = base.permute(copy.order).clone(memory_format=torch.contiguous_format)
-        for position, value, view in copy.views:
-            tensor = memory
-            if len(copy.views) > 1:
-                tensor = memory.as_strided(view.size, view.stride, view.offset - copy.offset)
+        values = {value: view for _, value, view in copy.views}
+        made = {}
+        for value, view in values.items():
+            made[value] = memory
+            if len(values) > 1:
+                made[value] = memory.as_strided(view.size, view.stride, view.offset - copy.offset)
             elif copy.order != tuple(range(len(copy.order))):
-                tensor = memory.permute([copy.order.index(dim) for dim in range(len(copy.order))])
-            yield position, value, tensor
+                made[value] = memory.permute([copy.order.index(dim) for dim in range(len(copy.order))])
+        for position, value, _ in copy.views:
+            yield position, value, made[value]

@@ -140,7 +140,8 @@ class FlatProgram:
             draws = bool(step.draws) or step.looks_at_values
         if instruction is not None and not is_free:
             cuts = flow.cuts
-            finds = bool(flow.held or flow.buffers or flow.copies or flow.changes)
+            twice = len({value for _, value in cuts}) < len(cuts)
+            finds = bool(flow.held or flow.buffers or flow.copies or flow.changes or twice)
             asked = flow.keeps or flow.changes or instruction.shapes
             keeps = bool(asked or step.result.numbers or step.result.passed)
         elsewhere = {position for position, _ in cuts}
