@@ -97,7 +97,7 @@ class BlockSeconds:
         weight: the part of the backward that weights' gradients take.
         tensor: collectives of tensor parallelism beyond what hides them, forward, backward and again.
         context: what exchanging keys and values takes beyond the computing that hides it.
-        free: the part of the computing behind which nothing of these hides.
+        elapsed_backward: of the backward, with what is exposed beside its products.
     """
 
     forward: Numbers
@@ -107,7 +107,7 @@ class BlockSeconds:
     tensor: Numbers
     context: Numbers
     expert: Numbers
-    free: Numbers
+    elapsed_backward: Numbers
 
     @property
     def computing(self) -> Numbers:
@@ -177,17 +177,18 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     ahead, back = _exposed_sums(options, reached, sums, products, of_weights)
     last_sum = np.where(np.asarray(options.sequence_parallel) > 0, 1, 2) / (4 + 2 * shape.cross)
     forwards = 1 + again_whole - spared * last_sum
-    exposed = forwards * ahead + back
-    hiding = (1 + forwards) * sums - exposed + np.where(options.context > 1, 3 * attention, 0.0)
+    ring = _context(shape, options, rates, reached, tokens)
+    ring_ahead = beyond(reached, ring, attention)
+    ring_back = beyond(reached, 2 * ring, attention_backward)
     return BlockSeconds(
         forward=forward,
         backward=backward,
         recompute=recompute,
         weight=of_weights,
-        tensor=exposed,
-        context=_context(shape, options, rates, reached, tokens, attention),
+        tensor=forwards * ahead + back,
+        context=(1 + again_whole) * ring_ahead + ring_back,
         expert=_expert(shape, options, rates, reached, tokens) * (2 + again_whole - spared / 2),
-        free=forward + backward + recompute - hiding,
+        elapsed_backward=backward + back + ring_back,
     )
 
 
@@ -203,12 +204,12 @@ def _exposed_sums(
     weight = np.where(options.delays_weights, 0.0, weight)
     whole = np.where(np.asarray(options.sequence_parallel) > 0, 0.0, 1.0)
     chunks = (np.asarray(options.hides_sums) == Hides.CHUNKS) & (whole == 0)
-    share = reached.hiding * (options.tensor - 1) / options.tensor
+    share = (options.tensor - 1) / options.tensor
     late = np.where(np.asarray(options.hides_sums) > Hides.NOTHING, (1 + whole) / 2, 0.0) * sums
-    back = sums - late + beyond(late, reached.hiding * weight)
+    back = sums - late + beyond(reached, late, weight)
     return (
-        np.where(chunks, beyond(sums, share * products), sums),
-        np.where(chunks, beyond(sums, share * (products + weight)), back),
+        np.where(chunks, beyond(reached, sums, share * products), sums),
+        np.where(chunks, beyond(reached, sums, share * (products + weight)), back),
     )
 
 
@@ -297,10 +298,8 @@ def _tensor(shape: Shape, options: Options, rates: Rates, reached: Efficiencies,
     return 2 * 2 * once * (1 + 0.5 * shape.cross)
 
 
-def _context(
-    shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers, attention: Numbers
-) -> Numbers:
-    """Keys and values go round in a ring, twice as many bytes in the backward; attention hides them."""
+def _context(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
+    """Keys and values go round in a ring: seconds of a forward; in a backward, of twice as many bytes."""
     c = options.context
     rate = ring_rate(
         rates,
@@ -311,8 +310,7 @@ def _context(
         network_share=reached.reduce_network,
     )
     ring = (c - 1) * options.width * tokens * (shape.keys + shape.values) / options.tensor / rate
-    forward, backward = np.maximum(0.0, ring - attention), np.maximum(0.0, 2 * ring - 2 * attention)
-    return np.where(c > 1, forward + backward, 0.0)
+    return np.where(c > 1, ring, 0.0)
 
 
 def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:

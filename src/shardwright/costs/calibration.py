@@ -7,8 +7,6 @@ from importlib.resources import files
 from math import exp
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from shardwright.cluster import NodeKind
 from shardwright.costs.inputs import Dispatch, Hides, Numbers
 from shardwright.files.documents import parse_yaml
@@ -69,9 +67,9 @@ class Efficiencies:
         flash_forward: share of the peak of fused attention, forward.
         update: share of the peak that the optimizer's memory traffic reaches.
         float8: of products in 8 bits, on `matmul`.
-        grouped: of the products of experts, on `matmul`.
         link: share of the link's rate that collectives inside of a node reach.
         matmul_factor: of the runtime's kernels, on `matmul`.
+        grouped: of its products of experts, on both.
         attention_factor: of the runtime's attention, on its seconds.
         gather_network: share of the network's rate that gathers and reduce-scatters reach.
         gather_link: share of the link's rate that they reach.
@@ -81,7 +79,7 @@ class Efficiencies:
         point_to_point: share of a link's rate that messages between stages reach.
         exchange: share of the network's rate that exchanges of experts' tokens reach; likewise.
         contention: the network's rate falls with the nodes of a group, to the power of so much.
-        overlap: share of the computing beside them that hides gathers, reduce-scatters, sums and messages.
+        exposed: share of gathers, reduce-scatters, sums and messages that no computing hides.
         layer_s: seconds of a block and microbatch, whatever its size.
         microbatch_s: seconds of a microbatch, whatever its size.
         step_s: seconds of a step, whatever its size.
@@ -98,9 +96,9 @@ class Efficiencies:
     kernel_s: Numbers
     update: Numbers
     float8: Numbers
-    grouped: Numbers
     link: Numbers
     matmul_factor: Numbers
+    grouped: Numbers
     attention_factor: Numbers
     gather_network: Numbers
     gather_link: Numbers
@@ -109,7 +107,7 @@ class Efficiencies:
     point_to_point: Numbers
     exchange: Numbers
     contention: Numbers
-    overlap: Numbers
+    exposed: Numbers
     layer_s: Numbers
     microbatch_s: Numbers
     step_s: Numbers
@@ -118,13 +116,8 @@ class Efficiencies:
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(cls))
 
-    @property
-    def hiding(self) -> Numbers:
-        """`overlap`, which is no more than all: faster products would make a step slower else."""
-        return np.minimum(self.overlap, 1.0)
 
-
-OF_ACCELERATORS = frozenset(Efficiencies.names()[:12])
+OF_ACCELERATORS = frozenset(Efficiencies.names()[:11])
 """Parameters of a family of accelerators; the others are those of a runtime on it."""
 
 PRIORS: dict[str, _Prior] = {
@@ -139,9 +132,9 @@ PRIORS: dict[str, _Prior] = {
     "kernel_s": _Prior(6e-6, 0.4),
     "update": _Prior(0.6, 0.5),
     "float8": _Prior(0.75, 0.2),
-    "grouped": _Prior(0.7, 0.3),
     "link": _Prior(0.6, 0.3),
     "matmul_factor": _Prior(1.0, 0.1),
+    "grouped": _Prior(0.7, 0.3),
     "attention_factor": _Prior(1.0, 0.3),
     "gather_network": _Prior(0.4, 0.5),
     "gather_link": _Prior(0.6, 0.4),
@@ -150,7 +143,7 @@ PRIORS: dict[str, _Prior] = {
     "point_to_point": _Prior(0.5, 0.6),
     "exchange": _Prior(0.6, 0.5),
     "contention": _Prior(0.03, 0.5),
-    "overlap": _Prior(0.5, 0.6),
+    "exposed": _Prior(0.2, 0.6),
     "layer_s": _Prior(1e-4, 1.0),
     "microbatch_s": _Prior(1e-3, 1.0),
     "step_s": _Prior(0.03, 1.0),

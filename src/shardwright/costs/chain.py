@@ -33,7 +33,7 @@ from shardwright.catalogue import LayerChain
 from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
 from shardwright.costs.kinds import KindOfRank, Prices, rates_among, stages_alike
-from shardwright.costs.links import Price, RankRates, beyond, hop_seconds, ring_rate
+from shardwright.costs.links import Price, RankRates, hop_seconds, ring_rate
 from shardwright.costs.memory import (
     Precision,
     RankBytes,
@@ -47,6 +47,7 @@ from shardwright.costs.step import (
     StepSeconds,
     all_reduce_seconds,
     bubble_seconds,
+    exposed_seconds,
     shard_seconds,
     update_seconds,
 )
@@ -306,12 +307,21 @@ def _seconds_of(
     trained = (parameters - group.of_ranks(np.array(chain.column("frozen")))).max()
     crossing = _crossing(chain, group)
     hop = _hop_seconds(o, crossing * width, rates, reached)
-    others = np.where(m > 1, mean, 0.0) * hides_messages
-    # Sums over replicas begin in the last backward.
-    sums = all_reduce_seconds(trained, o, rates, reached)
-    behind = reached.hiding * price.backward.mean(axis=1)
+    bubble = bubble_seconds(o, mean=mean, weight=weight, hop=hop)
     share = trained / max(held, 1.0)
-    gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, mean, trained=share)
+    gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, trained=share)
+    exposed = exposed_seconds(
+        o,
+        reached,
+        hop=hop,
+        gather=gather,
+        scatter=scatter,
+        offload=_offload_seconds(chain, group, rates, width),
+        sums=all_reduce_seconds(trained, o, rates, reached),
+        beside=mean + bubble / m,
+        backward=price.backward.mean(axis=1),
+        hides_hops=hides_messages,
+    )
     return StepSeconds(
         compute=m * (mean - again * forward - exchanged),
         recompute=m * again * forward,
@@ -319,14 +329,10 @@ def _seconds_of(
         tensor=m * exchanged,
         context=0.0,
         expert=0.0,
-        bubble=bubble_seconds(o, mean=mean, weight=weight, hop=hop),
-        point_to_point=m * beyond(hop, reached.hiding * others),
-        gather=gather,
-        reduce_scatter=scatter,
-        all_reduce=beyond(sums, behind),
+        bubble=bubble,
         update=update_seconds(trained, o, rates, reached),
-        offload=m * _offload_seconds(chain, group, rates, reached, mean, width),
         overhead=reached.step_s + m * (reached.microbatch_s + len(chain.layers) / p * reached.layer_s),
+        **exposed,
     )
 
 
@@ -397,14 +403,11 @@ def _kept(chain: LayerChain, group: _Group) -> Floats:
     return group.of_ranks(np.array(chain.column("inputs" if full else "kept")))
 
 
-def _offload_seconds(
-    chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, computing: Floats, width: int
-) -> Numbers:
-    """Transfers of activations to the host and back, beyond what computing hides."""
+def _offload_seconds(chain: LayerChain, group: _Group, rates: Rates, width: int) -> Numbers:
+    """Transfers of activations to the host and back."""
     o = group.options
     once = 2 * o.microbatch * _kept(chain, group).max() * width / np.maximum(rates.host_Bps, 1.0)
-    beyond = np.maximum(0.0, once - reached.hiding * computing)
-    return np.where(o.offload == Offload.ACTIVATIONS, beyond, 0.0)
+    return np.where(o.offload == Offload.ACTIVATIONS, once, 0.0)
 
 
 def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:

@@ -22,13 +22,13 @@ from shardwright.costs.inputs import Numbers, Rates
 from shardwright.model_graph import Work
 
 
-def beyond(seconds: Numbers, hidden: Numbers) -> Numbers:
-    """Seconds of communication that computing of so many seconds does not hide.
+def beyond(reached: Efficiencies, seconds: Numbers, computing: Numbers) -> Numbers:
+    """Seconds of communication that the computing beside it does not hide.
 
-    ``sqrt(c**2 + o**2) - o`` for c seconds of communication behind o of computing: nearly nothing of a little
-    is exposed, and nearly all of very much.
+    Those that it is longer, and at least a share: the first and the last message have no computing beside
+    them, and all of them take processors and memory from it.
     """
-    return np.hypot(seconds, hidden) - hidden
+    return np.maximum(np.minimum(reached.exposed, 1.0) * seconds, seconds - computing)
 
 
 def network_rate(rates: Rates, reached: Efficiencies, *, ranks: Numbers, stride: Numbers) -> Numbers:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds, kept_bytes
+from shardwright.costs.block import block_seconds, head_seconds, kept_bytes
 from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import (
     Columns,
@@ -64,12 +64,20 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     blocks = shape.layers / p
     mean = blocks * block.total + head / p
     hop = _hop_seconds(shape, options, rates, reached)
+    bubble = bubble_seconds(options, mean=mean, weight=blocks * block.weight, hop=hop)
     parameters = _rank_parameters(shape, options)
-    computing = blocks * block.free + head / p
-    gather, scatter = shard_seconds(parameters, options, rates, reached, computing, trained=shape.trained)
-    # Sums over replicas begin in the last backward; messages travel while other microbatches compute.
-    sums = all_reduce_seconds(shape.trained * parameters, options, rates, reached)
-    exposed_hop = beyond(hop, reached.hiding * np.where(options.microbatches > 1, computing, 0.0))
+    gather, scatter = shard_seconds(parameters, options, rates, reached, trained=shape.trained)
+    exposed = exposed_seconds(
+        options,
+        reached,
+        hop=hop,
+        gather=gather,
+        scatter=scatter,
+        offload=blocks * _offload_seconds(shape, options, rates),
+        sums=all_reduce_seconds(shape.trained * parameters, options, rates, reached),
+        beside=mean + bubble / m,
+        backward=blocks * block.elapsed_backward,
+    )
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
         recompute=m * blocks * block.recompute,
@@ -77,15 +85,50 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         tensor=m * blocks * block.tensor,
         context=m * blocks * block.context,
         expert=m * blocks * block.expert,
-        bubble=bubble_seconds(options, mean=mean, weight=blocks * block.weight, hop=hop),
-        point_to_point=m * exposed_hop,
-        gather=gather,
-        reduce_scatter=scatter,
-        all_reduce=beyond(sums, reached.hiding * blocks * block.backward),
+        bubble=bubble,
         update=update_seconds(shape.trained * _updated_parameters(shape, options), options, rates, reached),
-        offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
+        **exposed,
     )
+
+
+def exposed_seconds(
+    options: Options,
+    reached: Efficiencies,
+    *,
+    hop: Numbers,
+    gather: Numbers,
+    scatter: Numbers,
+    offload: Numbers,
+    sums: Numbers,
+    beside: Numbers,
+    backward: Numbers,
+    hides_hops: bool = True,
+) -> dict[str, Numbers]:
+    """Seconds of a step's traffic beyond all else, of which a second hides one, whosever that is.
+
+    Else faster products could make a step slower. Traffic passes while a rank waits, too. Messages travel
+    while other microbatches compute. Sums over replicas begin in the last backward, and have what the others
+    leave of it.
+
+    Args:
+        hop: of a microbatch, as `gather`, `scatter` and `offload`.
+        sums: of a step.
+        beside: a microbatch and its share of the bubble; `backward`: a part of that.
+    """
+    m = options.microbatches
+    passing = np.where(m > 1, hop, 0.0) * hides_hops
+    together = passing + gather + scatter + offload
+    exposed = beyond(reached, together, beside)
+    share = exposed / np.where(together > 0, together, 1.0)
+    left = np.maximum(backward - (together - exposed), 0.0)
+    return {
+        "point_to_point": m * (hop - (1 - share) * passing),
+        "gather": m * share * gather,
+        "reduce_scatter": m * share * scatter,
+        "all_reduce": beyond(reached, sums, left),
+        "offload": m * share * offload,
+    }
 
 
 def _rank_parameters(shape: Shape, options: Options) -> Numbers:
@@ -162,12 +205,11 @@ def shard_seconds(
     options: Options,
     rates: Rates,
     reached: Efficiencies,
-    computing: Numbers,
     *,
     trained: Numbers = 1.0,
 ) -> tuple[Numbers, Numbers]:
-    """Seconds of gathers and reduce-scatters of shards beyond the computing that hides them."""
-    ranks, stride, m = options.shard, options.shard_stride, options.microbatches
+    """Seconds of gathers and of reduce-scatters of shards, for a microbatch."""
+    ranks, stride = options.shard, options.shard_stride
     num_bytes = options.width * parameters
     flat = ring_seconds(
         rates,
@@ -194,13 +236,9 @@ def shard_seconds(
     )
     faster = np.where(options.hierarchical == Gathers.FASTER, np.minimum(by_nodes, flat), by_nodes)
     once = np.where(options.hierarchical == Gathers.FLAT, flat, faster)
-    hidden = reached.hiding * computing
     gathers = np.where(options.sharded == Sharded.PARAMETERS, 2.0, 0.0)
     scatters = np.where(options.sharded >= Sharded.GRADIENTS, trained, 0.0)
-    together = (gathers + scatters) * once
-    exposed = beyond(together, hidden)
-    share = gathers / np.where(gathers + scatters > 0, gathers + scatters, 1.0)
-    return m * exposed * share, m * exposed * (1 - share)
+    return gathers * once, scatters * once
 
 
 def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
@@ -248,10 +286,7 @@ def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached:
     return moved / rate + np.where(gathers, gathered, 0.0)
 
 
-def _offload_seconds(
-    shape: Shape, options: Options, rates: Rates, reached: Efficiencies, block: BlockSeconds
-) -> Numbers:
-    """Transfers of a block's activations to the host and back, beyond what computing hides."""
+def _offload_seconds(shape: Shape, options: Options, rates: Rates) -> Numbers:
+    """Transfers of a block's activations to the host and back."""
     once = 2 * kept_bytes(shape, options) / np.maximum(rates.host_Bps, 1.0)
-    beyond = np.maximum(0.0, once - reached.hiding * block.free)
-    return np.where(options.offload == Offload.ACTIVATIONS, beyond, 0.0)
+    return np.where(options.offload == Offload.ACTIVATIONS, once, 0.0)

@@ -10,6 +10,7 @@ from shardwright.cluster import parse_inventory
 from shardwright.costs import (
     Dispatch,
     Hides,
+    Offload,
     Options,
     Precision,
     Rates,
@@ -187,41 +188,70 @@ def test_groups_of_experts_bound_the_nodes_that_a_token_goes_to():
     assert float(found) == pytest.approx(4 * sent / (rates.network_Bps / 8))
 
 
-def _exposed(hides, *, overlap, **ways):
-    reached = replace(REACHED, overlap=overlap)
+def _exposed(hides, *, exposed=0.2, reached=REACHED, **ways):
     options = replace(Options(tensor=8.0, sequence_parallel=1, hides_sums=int(hides)), **ways)
-    return block_seconds(Shape.of(find_architecture("llama3-70b")), options, RATES, reached)
+    shape = Shape.of(find_architecture("llama3-70b"))
+    return block_seconds(shape, options, RATES, replace(reached, exposed=exposed))
 
 
-def test_products_hide_sums_of_tensor_parallel_ranks():
-    """What is exposed of them: of c seconds beside o of computing, sqrt(c^2 + o^2) - o."""
-    plain = _exposed(Hides.NOTHING, overlap=0.5)
-    assert float(_exposed(Hides.CHUNKS, overlap=1e-12).tensor) == pytest.approx(float(plain.tensor))
+@pytest.mark.parametrize("link", [0.05, 0.8])
+def test_products_hide_sums_of_tensor_parallel_ranks(link):
+    """What is exposed of them: those that products are too short for, and a share at least."""
+    reached = replace(REACHED, link=link)
+    plain = _exposed(Hides.NOTHING, reached=reached)
+    assert float(_exposed(Hides.CHUNKS, exposed=1.0, reached=reached).tensor) == pytest.approx(
+        float(plain.tensor)
+    )
     once, products = float(plain.tensor) / 2, float(plain.weight)
 
     def beyond(seconds, beside):
-        return np.hypot(seconds, beside) - beside
+        return max(0.2 * seconds, seconds - beside)
 
-    backward = _exposed(Hides.BACKWARD, overlap=0.5)
-    assert float(backward.tensor) == pytest.approx(1.5 * once + beyond(once / 2, 0.5 * products))
-    chunks = _exposed(Hides.CHUNKS, overlap=0.5)
-    share = 0.5 * 7 / 8
-    expected = beyond(once, share * products) + beyond(once, share * 2 * products)
+    backward = _exposed(Hides.BACKWARD, reached=reached)
+    assert float(backward.tensor) == pytest.approx(1.5 * once + beyond(once / 2, products))
+    chunks = _exposed(Hides.CHUNKS, reached=reached)
+    expected = beyond(once, 7 / 8 * products) + beyond(once, 7 / 8 * 2 * products)
     assert float(chunks.tensor) == pytest.approx(expected)
     # Whole sums are not in parts; those of the backward wait for nothing.
-    whole = _exposed(Hides.CHUNKS, overlap=0.5, sequence_parallel=0)
-    assert float(whole.tensor) == pytest.approx(once + beyond(once, 0.5 * products))
+    whole = _exposed(Hides.CHUNKS, sequence_parallel=0, reached=reached)
+    assert float(whole.tensor) == pytest.approx(once + beyond(once, products))
     # Gradients of weights that fill a pipeline's bubble come too late.
-    late = {"overlap": 0.5, "pipeline": 4.0, "schedule": int(ScheduleKind.ZB_H1)}
+    late = {"pipeline": 4.0, "schedule": int(ScheduleKind.ZB_H1), "reached": reached}
     assert float(_exposed(Hides.BACKWARD, **late).tensor) == pytest.approx(float(plain.tensor))
-    both = 2 * beyond(once, share * products)
+    both = 2 * beyond(once, 7 / 8 * products)
     assert float(_exposed(Hides.CHUNKS, **late).tensor) == pytest.approx(both)
     assert float(_exposed(Hides.CHUNKS, **late | {"pipeline": 1.0}).tensor) == pytest.approx(expected)
-    # Computing that hides sums hides nothing else, and no more than all of it hides them.
-    assert float(plain.free - chunks.free) == pytest.approx(float(plain.tensor - chunks.tensor))
-    assert float(_exposed(Hides.CHUNKS, overlap=1.0).tensor) == float(
-        _exposed(Hides.CHUNKS, overlap=3.0).tensor
+    # No more than all of them is exposed.
+    most = float(_exposed(Hides.CHUNKS, exposed=3.0, reached=reached).tensor)
+    assert most == pytest.approx(float(plain.tensor))
+
+
+def test_a_second_of_computing_hides_one_of_traffic_whosever_that_is():
+    """Gathers, transfers to the host and hops that each pass beside the blocks are too long together."""
+    options = Options(
+        pipeline=4.0,
+        data=16.0,
+        shard=16.0,
+        sharded=int(Sharded.PARAMETERS),
+        microbatches=8.0,
+        offload=int(Offload.ACTIVATIONS),
     )
+    shape, reached = Shape.of(find_architecture("llama3-8b")), replace(REACHED, exposed=0.0)
+    rates = replace(RATES, network_Bps=5e10, hop_Bps=2e10, host_Bps=2e11)
+    names = ("gather", "reduce_scatter", "offload", "point_to_point")
+    found = step_seconds(shape, options, rates, reached)
+    exposed = sum(float(getattr(found, name)) for name in names)
+    # Without products to hide behind, all of it.
+    endless = replace(rates, flops_per_s=1e30, memory_Bps=1e30)
+    bare = step_seconds(shape, options, endless, replace(reached, kernel_s=0.0))
+    traffic = sum(float(getattr(bare, name)) for name in names)
+    beside = float(found.compute + found.recompute)
+    assert 0 < exposed == pytest.approx(traffic - beside, rel=1e-3)
+    assert max(float(getattr(bare, name)) for name in names) < beside
+    # Sums over replicas have what these leave of the last backward: nothing here.
+    summed = step_seconds(shape, replace(options, data=32.0), rates, reached)
+    alone = step_seconds(shape, replace(options, data=32.0), endless, replace(reached, kernel_s=0.0))
+    assert float(summed.all_reduce) == pytest.approx(float(alone.all_reduce), rel=1e-6)
 
 
 def test_recomputation_may_end_before_the_last_product():
