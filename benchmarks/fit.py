@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shardwright.costs.calibration import OF_ACCELERATORS, PRIORS, Efficiencies
 from shardwright.costs.inputs import Options, Rates
+from shardwright.costs.memory import BF16, Precision
 from shardwright.costs.shape import Shape
 from shardwright.costs.step import step_seconds
 
@@ -29,6 +30,7 @@ class MeasuredRun:
         accelerator: family of its accelerators, such as ``A100``.
         runtime: what ran it, such as ``megatron`` or ``shardwright``.
         year: of the publication, where that counts.
+        precision: bytes of a weight, its gradient and what the optimizer keeps for it.
     """
 
     name: str
@@ -41,6 +43,7 @@ class MeasuredRun:
     step_s: float
     year: int | None = None
     dtype: str = ""
+    precision: Precision = BF16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ python benchmarks/published.py --quick            # a tenth of the runs is left 
 python benchmarks/published.py --tables more.json --write src/shardwright/costs/calibration.yaml
 
 A  seconds of a step: error of each run that was left out of the fit, by family of accelerators
-B  memory: bytes of states and activations against published ones
+B  memory: bytes of states and activations against published ones, and of layouts that are known to fit
 C  seconds again, of runs in bfloat16 that were published since 2024, of dense models and of mixtures: each is
    left out alone, and blind, with all of its table
 
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from check import Check, lines
 from fit import Fit, MeasuredRun, Runs, fit, leave_out, ratios
 from machine import circumstances
-from published_memory import memory_ratios
+from published_memory import layout_shares, memory_ratios
 from published_runs import family, measured_run, recipe_runs, why_not
 from shardwright.costs.calibration import TENTH, document_of
 from shardwright.text import align
@@ -103,6 +103,10 @@ def main() -> int:
     worst = max(memory, key=lambda name: abs(memory[name] - 1))
     value = max(memory[worst], 1 / memory[worst])
     checks.append(Check(section="B", what="bytes / published, worst", value=value, target=1.02, where=worst))
+    shares = layout_shares(recipes)
+    worst = max(shares, key=lambda name: shares[name])
+    what = "bytes of what ran in 80 GB / of a search, most"
+    checks.append(Check(section="B", what=what, value=shares[worst], target=1.0, where=worst))
     print("\n" + "\n".join(lines(checks)))
     if options.write is not None:
         created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")

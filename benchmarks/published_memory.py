@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+from fit import MeasuredRun
+from shardwright.cluster import parse_inventory
+from shardwright.cluster.cluster_file import usable_bytes
 from shardwright.costs.block import kept_bytes
 from shardwright.costs.inputs import Options, Recompute, ScheduleKind
-from shardwright.costs.memory import BF16, in_flight, state_bytes
+from shardwright.costs.memory import BF16, in_flight, rank_bytes, state_bytes
 from shardwright.costs.shape import Shape
 
-__all__ = ["memory_ratios"]
+__all__ = ["layout_shares", "memory_ratios"]
 
 _MODES = {
     # name: (sequence parallel, recomputation)
@@ -39,6 +42,16 @@ def memory_ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             share = kept_bytes(shape, options) / baseline
             found[f"{name}: share"] = float(100 * share / row["act_pct_of_tp_baseline"])
     return found
+
+
+def layout_shares(runs: Sequence[MeasuredRun]) -> dict[str, float]:
+    """Bytes of runs in 80 GB / those that a search leaves of such an accelerator."""
+    ((kind, _),) = parse_inventory("dgx-h100").nodes
+    return {
+        run.name: float(rank_bytes(run.shape, run.options, precision=run.precision).total)
+        / usable_bytes(kind)
+        for run in runs
+    }
 
 
 def _shape(row: dict[str, Any]) -> Shape:

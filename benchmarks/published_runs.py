@@ -18,6 +18,7 @@ from shardwright.costs.inputs import (
     ScheduleKind,
     Sharded,
 )
+from shardwright.costs.memory import Precision
 from shardwright.costs.shape import Shape
 
 __all__ = ["family", "measured_run", "recipe_runs", "runtime", "why_not"]
@@ -149,6 +150,7 @@ def _recipe_run(row: Row, table: Row, models: Mapping[str, Any]) -> MeasuredRun:
         runtime=table["runtime"],
         year=table["year"],
         dtype=table["dtype"],
+        precision=Precision(*table.get("state_bytes", (2, 2, 12))),
         shape=shape,
         options=Options(
             **{name: row[name] for name in ("tensor", "pipeline", "virtual", "context")},

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from shardwright.catalogue import find_architecture
 from shardwright.cluster import parse_inventory
@@ -16,7 +17,10 @@ pytest.importorskip("scipy")
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from fit import MeasuredRun, Runs, fit, leave_out, ratios
+from published_memory import layout_shares
+from published_runs import recipe_runs
 
+PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
 RATES = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
 SHAPE = Shape.of(find_architecture("llama3-8b"))
 
@@ -115,3 +119,13 @@ def test_a_fit_without_a_run_knows_nothing_of_it():
     afresh = replace(fitted, logarithms=np.log([PRIORS["matmul"].median] * len(fitted.logarithms)))
     assert alone[3] != pytest.approx(ratios(runs, fitted)[3], rel=0.01)
     assert leave_out(runs, afresh, told=lambda done, number: None) == pytest.approx(alone, rel=2e-3)
+
+
+def test_published_layouts_fit():
+    """Whatever ran in 80 GB is priced below what a search leaves of it."""
+    recipes = recipe_runs(yaml.safe_load((PUBLISHED / "recipes.yaml").read_text()))
+    assert len(recipes) > 50
+    shares = layout_shares(recipes)
+    assert {name: share for name, share in shares.items() if share >= 1} == {}
+    # Not by a formula that forgets something.
+    assert max(shares.values()) > 0.8
