@@ -48,6 +48,26 @@ def test_the_gradient_of_an_input_is_that_of_all_stages(config, is_leaf, frozen)
         assert differing == []
 
 
+@pytest.mark.parametrize(("num_ranks", "config"), [(2, {}), (1, {}), (2, {"pipeline_parallel_degree": 1})])
+def test_inputs_that_share_a_graph_get_their_gradients(num_ranks, config):
+    """The second one met a graph that was freed: with stages, and with microbatches on one rank."""
+
+    def job():
+        sw, plain, model = start(Stack, config)
+        mine, theirs = (batches(0, 1)[0].requires_grad_() for _ in range(2))
+
+        @sw.step
+        def train(model: Any, x: Tensor, factor: Tensor) -> None:
+            model.backward((model(x) * factor.mean(2, keepdim=True)).square().mean())
+
+        x, own = mine.exp(), theirs.exp()
+        train(model, x, x.sin())
+        (plain(own) * own.sin().mean(2, keepdim=True)).square().mean().backward()
+        return (mine.grad - theirs.grad).abs().max().item()
+
+    assert max(run_ranks(job, num_ranks)) < 1e-12
+
+
 @pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 1}])
 def test_torch_autograd_backward_is_the_backward(config):
     def job():

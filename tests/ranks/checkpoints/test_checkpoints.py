@@ -218,3 +218,44 @@ def test_they_go_on_with_other_degrees(
         assert found.keys() == expected.keys()
         for name in expected:
             assert torch.allclose(found[name], expected[name], atol=1e-12), name
+
+
+class KeysWithSlashes(torch.optim.SGD):
+    """A momentum under a name that looks like a path."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("m/v", torch.zeros_like(parameter))
+                    parameter.sub_(mean.mul_(0.9).add_(parameter.grad), alpha=group["lr"])
+
+
+def trained_with_slashes(config: dict[str, Any], folder: Path, steps: int) -> dict[str, Tensor]:
+    sw.init({**QUIET, **config})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double())
+    optimizer = sw.DistributedOptimizer(KeysWithSlashes(model.parameters(), lr=0.05))
+    checkpoints, train = sw.Checkpoints(folder, every=2), sw.step(squares)
+    step = checkpoints.resume()
+    while step < steps:
+        x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        train(model, x.chunk(sw.rdp_size())[sw.rdp_rank()])
+        optimizer.step()
+        step += 1
+        checkpoints.step_done(step)
+    checkpoints.close()
+    found: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sw.shutdown()
+    return found
+
+
+def test_a_state_whose_keys_have_slashes_is_resumed(tmp_path: Path) -> None:
+    """It was taken for that of a parameter of another name, and began anew without a word."""
+    expected = run_ranks(trained_with_slashes, 1, {}, tmp_path / "whole", 4)[0]
+    run_ranks(trained_with_slashes, 2, SHARDS, tmp_path / "cut", 2)
+    found = run_ranks(trained_with_slashes, 1, {}, tmp_path / "cut", 4)[0]
+    for name in expected:
+        assert torch.allclose(found[name], expected[name], atol=1e-12), name

@@ -293,3 +293,36 @@ def train_where_it_is() -> list[str]:
 def test_code_between_layers_asks_where_a_parameter_is():
     """On the last rank the first parameter was on no device, and so was the loss."""
     assert run_ranks(train_where_it_is, 2) == [[], []]
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number beside what it keeps for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        super().step(closure)
+
+
+def load_what_was_given(foreign: bool) -> tuple[Any, Any]:
+    sw, _, model = start(Stack, {})
+    factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+    parameters = [*model.parameters(), *([factor] if foreign else [])]
+    optimizer = sw.DistributedOptimizer(Counts(parameters, lr=0.1, momentum=0.9))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward((model(x) * factor).square().mean())
+
+    train(model, batches(0, 1)[0])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    moments = len([key for key in optimizer.state_dict()["state"] if type(key) is int])
+    return optimizer.state["steps"], moments == len(parameters)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_an_optimizer_takes_all_of_the_state_that_it_gave(foreign):
+    """What it keeps beside its parameters was dropped; with one outside the model it refused its own state."""
+    assert run_ranks(load_what_was_given, 1, foreign) == [(1, True)]

@@ -168,12 +168,17 @@ class Batch:
 
 
 class BatchGradients:
-    """The tensors of one batch that require gradients."""
+    """The tensors of one batch that require gradients.
+
+    Attributes:
+        batch: with leaves in their place.
+        originals: the caller's tensors.
+    """
 
     def __init__(self, own: Batch, agreed: Batch):
         self.batch = agreed
         self._leaves: list[Tensor] = []
-        self._originals: list[Tensor | None] = []
+        self.originals: list[Tensor | None] = []
         items = list(agreed.leaves)
         trained = [p for p, item in enumerate(items) if is_batch_tensor(item) and item.requires_grad]
         if not trained:
@@ -182,24 +187,31 @@ class BatchGradients:
         for position in trained:
             items[position] = leaf = items[position].detach().requires_grad_()
             self._leaves.append(leaf)
-            self._originals.append(_matching(own.leaves[position], leaf) if same else None)
+            self.originals.append(_matching(own.leaves[position], leaf) if same else None)
         self.batch = agreed.with_leaves(items)
 
-    def hand_back(self, group: dist.ProcessGroup | None) -> None:
-        """Gives the caller's tensors their gradients; collective over the ranks of the replica."""
+    def hand_back(self, group: dist.ProcessGroup | None, *, is_shared: bool = True) -> None:
+        """Gives the caller's tensors their gradients; collective over the ranks of the replica, if shared."""
         if not self._leaves:
             return
         flags = torch.tensor([float(leaf.grad is not None) for leaf in self._leaves])
         flags = flags.to(self._leaves[0].device)
-        dist.all_reduce(flags, group=group)
-        for leaf, original, flag in zip(self._leaves, self._originals, flags.tolist(), strict=True):
+        if is_shared:
+            dist.all_reduce(flags, group=group)
+        wanted: list[Tensor] = []
+        totals: list[Tensor] = []
+        for leaf, original, flag in zip(self._leaves, self.originals, flags.tolist(), strict=True):
             if not flag:
                 continue
             total = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            total = total.contiguous()
-            dist.all_reduce(total, group=group)
+            if is_shared:
+                total = total.contiguous()
+                dist.all_reduce(total, group=group)
             if original is not None:
-                torch.autograd.backward(original, total.to(original.device))
+                wanted.append(original)
+                totals.append(total.to(original.device))
+        if wanted:  # at once: they may share a graph
+            torch.autograd.backward(wanted, totals)
 
 
 def _matching(item: object, leaf: Tensor) -> Tensor | None:

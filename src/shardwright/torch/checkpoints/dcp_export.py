@@ -24,7 +24,7 @@ from shardwright.checkpoint.importing import STATE
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.encoded import decode
-from shardwright.torch.checkpoints.own_parts import MASTER
+from shardwright.torch.checkpoints.own_parts import MASTER, parameter_and_key
 from shardwright.torch.checkpoints.snapshot import StateDocument, optimizer_prefix
 from shardwright.torch.checkpoints.state_dict_files import dtype_of, read_part, whole_tensor
 
@@ -110,11 +110,11 @@ def _state(saved: SavedCheckpoint, planner: _Planner, *, prefix: str, flat: bool
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for number, optimizer in enumerate(document.optimizers):
-        begin = optimizer_prefix(number)
+        begin, names = optimizer_prefix(number), {name for each in optimizer.members for name in each}
         for options, members in zip(plain(optimizer.groups), optimizer.members, strict=True):
             groups.append({**options, "params": [name.removeprefix(prefix) for name in members]})
         for full in saved.index.tensors:
-            name, _, key = full.removeprefix(begin).rpartition("/")
+            name, key = parameter_and_key(full.removeprefix(begin), names)
             if full.startswith(begin) and name and key != MASTER and not key.startswith("other."):
                 state.setdefault(name.removeprefix(prefix), {})[key] = part(full)
         for name, content in optimizer.others.items():

@@ -19,6 +19,7 @@ from shardwright.torch.checkpoints.own_parts import (
     MASTER,
     box_of_rows,
     boxes_of_update,
+    parameter_and_key,
     sharded_of,
     shared_spec,
 )
@@ -125,10 +126,11 @@ def load_optimizer_state(
 ) -> None:
     """Gives an optimizer the state of the parameters of this rank; options of its groups stay."""
     names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
+    all_names = set(names.values())
     keys: dict[str, list[str]] = {}
     for full in saved.index.tensors:
         if full.startswith(prefix):
-            name, _, key = full.removeprefix(prefix).rpartition("/")
+            name, key = parameter_and_key(full.removeprefix(prefix), all_names)
             if key.startswith("other."):  # in a container, which `others` describes
                 continue
             keys.setdefault(name, []).append(key)

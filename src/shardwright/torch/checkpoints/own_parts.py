@@ -11,7 +11,7 @@ Where replicas shard parameters, each rank saves its rows; where they shard opti
 ranks share layers, each saves its runs of a cut tensor, and one of them what is whole.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from math import prod
 from typing import NamedTuple
@@ -41,6 +41,18 @@ MASTER = "#master"
 
 Store = Callable[[Tensor], StoredTensor]
 """Gives the bytes of a tensor: a copy, where training goes on during the save."""
+
+
+def parameter_and_key(name: str, parameters: Collection[str]) -> tuple[str, str]:
+    """Of the name of a tensor of an optimizer; keys of other optimizers, and parameters, may have slashes.
+
+    >>> parameter_and_key("a.b/m/v", {"a.b"}), parameter_and_key("a/b/m", {"a/b"})
+    (('a.b', 'm/v'), ('a/b', 'm'))
+    """
+    parts = name.split("/")
+    known = (n for n in range(len(parts) - 1, 0, -1) if "/".join(parts[:n]) in parameters)
+    place = next(known, len(parts) - 1)
+    return "/".join(parts[:place]), "/".join(parts[place:])
 
 
 def model_parts(model: DistributedModel, store: Store = stored) -> list[TensorPart]:

@@ -79,11 +79,14 @@ def stored(tensor: Tensor) -> StoredTensor:
 
 
 def tensor_of(part: StoredTensor) -> Tensor:
-    """A tensor on the CPU, in the memory of what was stored."""
+    """A tensor on the CPU, in the memory of what was stored where that lies as the type wants it."""
     dtype = dtype_of(part.dtype)
     if not part.data.nbytes:
         return torch.empty(part.shape, dtype=dtype)
-    return torch.frombuffer(part.data, dtype=dtype).reshape(part.shape)
+    content = torch.frombuffer(part.data, dtype=torch.uint8)
+    if content.data_ptr() % dtype.itemsize:  # copying complex128 from there may crash
+        content = content.clone()
+    return content.view(dtype).reshape(part.shape)
 
 
 def read_part(saved: SavedCheckpoint, name: str, box: Box | None = None) -> Tensor:

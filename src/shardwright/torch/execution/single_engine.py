@@ -23,7 +23,7 @@ from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward.batch_data import WatchedData
 from shardwright.torch.backward.loss_reduction import LossForm, Shadows, WatchedEvaluation, forms_of_batch
 from shardwright.torch.backward.waiting_heads import heads_may_wait, mark_heads
-from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch import Batch, BatchGradients
 from shardwright.torch.batch.step_output import BatchResult, Figures, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_as_wished, compile_units
 from shardwright.torch.execution.agreement import TrainedModel
@@ -91,6 +91,11 @@ class SingleEngine:
         num_microbatches = self._context.config.microbatches or 1
         if self._was_cut:
             num_microbatches = number_of_parts(self._context, self._model, batch, num_microbatches)
+        gradients = None
+        if num_microbatches > 1 and torch.is_grad_enabled():  # what is behind inputs can be gone through once
+            gradients = BatchGradients(batch, batch)
+            batch = gradients.batch
+            self._look(function, *(each for each in gradients.originals if each is not None), is_all=False)
         parts = batch.split(num_microbatches)
         self._was_cut = True
         if torch.is_grad_enabled():
@@ -126,6 +131,8 @@ class SingleEngine:
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
             trains = self._reducer.finish(loss_scale=self._model.loss_scale) or trains
+        if gradients is not None:
+            gradients.hand_back(None, is_shared=False)
         sums, doubts = (frozenset[int](), {}) if trains else self._of_batch(function)
         return BatchResult(
             results=[detached(result) for result in loop.results],
@@ -248,13 +255,15 @@ class SingleEngine:
         known = [self._evaluated[function]] if function in self._evaluated else []
         return forms_of_batch(known, getattr(function, "loss_reduction", None))
 
-    def _look(self, function: Callable[..., Any], loss: Tensor) -> None:
-        """Looks at the loss of a step function, the first time, for what replicas cannot train together."""
+    def _look(self, function: Callable[..., Any], *behind: Tensor, is_all: bool = True) -> None:
+        """Looks behind a loss, or inputs, the first time, for what replicas cannot train together."""
         if self._context.groups.data is not None and function not in self._looked_at:
-            self._looked_at.add(function)
+            if is_all:
+                self._looked_at.add(function)
             sharding = self._model.replicas.sharding
             shared = [] if sharding is None else [each.holder for each in sharding.parameters.values()]
-            point_out_foreign_behind(loss, [*self._model.get_module().parameters(), *shared])
+            for tensor in behind:
+                point_out_foreign_behind(tensor, [*self._model.get_module().parameters(), *shared])
 
     def _plan(self, planner: "Planner", function: Callable[..., Any], batch: Batch) -> None:
         """Makes a plan, and follows it; before parameters are shared, so that units can be timed."""

@@ -354,7 +354,7 @@ class DistributedOptimizer(Optimizer):
         names, part = self._parameter_names(), part_of_state()
         return {
             **self.optimizer.state_dict(),
-            **({_NAMES: names} if names else {}),
+            **({_NAMES: names} if names and all(names) else {}),
             **({_PART: part} if part else {}),
         }
 

@@ -43,7 +43,9 @@ def state_by_name(
     wanted = [(place, name) for place, names in enumerate(mine) for name in names]
     if any(not name or name not in found or found[name][0] != place for place, name in wanted):
         return None
-    state: dict[int, Any] = {}
+    state: dict[Any, Any] = {  # what it keeps beside its parameters
+        key: value for key, value in saved["state"].items() if type(key) is not int
+    }
     chosen = [{**group, "params": []} for group in groups]
     for now, (place, name) in enumerate(wanted):
         chosen[place]["params"].append(now)

@@ -12,6 +12,7 @@ from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.saved import TensorPart, add_tensors
+from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.state_dict_files import dtype_name, read_into, read_part, stored, tensor_of
@@ -28,6 +29,15 @@ def test_every_type_comes_back(dtype: str, shape: tuple[int, ...]) -> None:
     found = tensor_of(stored(tensor))
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     assert bytes(stored(found).data) == bytes(stored(tensor).data)
+
+
+def test_content_that_lies_otherwise_than_its_type_wants_it_is_copied() -> None:
+    """A resume copied complex128 from 8 bytes behind a multiple of 16, which crashed the process."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    memory[8:24].copy_(torch.tensor([1 + 2j], dtype=torch.complex128).view(torch.uint8))
+    found = tensor_of(StoredTensor("C128", (1,), memoryview(memory.numpy())[8:24]))
+    assert found.data_ptr() % 16 == 0
+    assert found.tolist() == [1 + 2j]
 
 
 def test_what_is_not_contiguous_is_saved_in_its_order() -> None:
