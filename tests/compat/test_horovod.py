@@ -79,6 +79,64 @@ def test_ranks_train_with_all_batches_what_one_process_trains():
             torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
 
 
+def _one_layer():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    return model, torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+
+def _stepped(model, optimizer, losses):
+    """Weights after a step by a closure, and what it gives."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((model(_batch(rank, 0).double()) - rank).square().mean() for rank in losses) / len(losses)
+        loss.backward()
+        return loss
+
+    found = optimizer.step(closure)
+    return [found.item(), *model.weight.flatten().tolist()]
+
+
+def _scheduled_and_by_a_closure():
+    horovod.provide()
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    again = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    hooks = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append(1))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(_batch(hvd.rank(), step)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        again.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    replaced = torch.optim.SGD(model.parameters(), 0.1)
+    replaced.step = print
+    with pytest.raises(UsageError, match="step was replaced"):
+        hvd.DistributedOptimizer(replaced)
+    model_by_closure, by_closure = _one_layer()
+    stepped = _stepped(model_by_closure, hvd.DistributedOptimizer(by_closure), [hvd.rank()])
+    return [parameter.detach() for parameter in model.parameters()], len(hooks), stepped
+
+
+def test_an_optimizer_averages_behind_a_scheduler_and_by_a_closure():
+    """A scheduler that was there first hid the averaging step; LBFGS got no closure."""
+    model, optimizer = _one_layer()
+    expected, by_closure = _plain(), _stepped(model, optimizer, [0, 1])
+    for parameters, hooks, stepped in run_ranks(_scheduled_and_by_a_closure, 2):
+        assert hooks == 3
+        assert stepped == pytest.approx(by_closure, rel=1e-12)
+        for mine, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
+
+
 def _beside_smp():
     horovod.provide()
     import horovod.torch as hvd
