@@ -31,7 +31,7 @@ from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.execution.microbatches.microbatch_state import OwnAttributes
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
-from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches
+from shardwright.torch.execution.microbatches.rank_microbatch import SharedByMicrobatches
 from shardwright.torch.execution.replay.replay import Replay
 from shardwright.torch.offload.offloading import Offloading, lasting_storages, storages_of
 from shardwright.torch.program.instructions import Place

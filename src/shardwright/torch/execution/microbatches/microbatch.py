@@ -3,25 +3,22 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from greenlet import GreenletExit
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.execution.exchange import Returned
-from shardwright.torch.execution.microbatches.known_values import KnownValues
+from shardwright.torch.execution.microbatches.cursor import Cursor
 from shardwright.torch.execution.microbatches.microbatch_state import MicrobatchState
-from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
-from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
-from shardwright.torch.execution.microbatches.program_end import ProgramEnd, TraceComparison
-from shardwright.torch.execution.microbatches.stage_turns import (
-    MicrobatchGenerators,
+from shardwright.torch.execution.microbatches.program_end import ProgramEnd
+from shardwright.torch.execution.microbatches.rank_microbatch import (
+    NOTHING,
+    RankMicrobatch,
     SharedByMicrobatches,
-    StageTurns,
+    operation_run,
     unit_run,
 )
 from shardwright.torch.interception.deferred import DeferredTensor
@@ -33,7 +30,6 @@ from shardwright.torch.interception.glue import (
 )
 from shardwright.torch.interception.step_code import in_step_code, reads_values
 from shardwright.torch.interception.unit_attributes import with_found
-from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import (
     Program,
@@ -46,18 +42,12 @@ from shardwright.torch.program.program import (
 from shardwright.torch.python_state.shared_state import fill
 from shardwright.torch.pytorch.functions import CALLS_UNITS, gradient_of_backward
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole
 
 log = logging.getLogger(__name__)
 
 
-class Microbatch:
-    """The handler of a step function while it runs.
-
-    Attributes:
-        uses: id of a weight -> contributions to its gradient that are still to come.
-        outside_s: seconds of operations that rest on no unit, such as a teacher outside of the model.
-    """
+class Microbatch(RankMicrobatch):
+    """The handler of a step function while it runs."""
 
     intercepts = True
     is_trace = False
@@ -69,28 +59,20 @@ class Microbatch:
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         batch: SharedByMicrobatches,
     ):
-        device = batch.device
-        self.index = index
-        self.program = program
-        self.loss: Tensor | None = None
-        self.loss_gradient: Tensor | None = None
-        self.tensors = MicrobatchTensors(index, program, batch.receive, batch.buffers)
-        self.generators = MicrobatchGenerators(index, device)
+        super().__init__(index, program, batch)
         self.state = MicrobatchState(index, program, batch.model, batch.attributes)
-        self.uses: dict[int, int] = {}
-        self.outside_s = 0.0
-        self.offloads: dict[int, StageOffload] = {}
         self._function = batch.function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
-        self._cursor = cursor = ProgramCursor(index, program, batch.parameters, device)
-        self._comparison = TraceComparison(index, program)
-        self._turns = turns = StageTurns(
-            self._run, cursor, around=self._in_turn, before_pause=lambda: self._known.before_pause()
+        self._cursor = cursor = Cursor(
+            index,
+            program,
+            batch.parameters,
+            batch.device,
+            self._run,
+            around=self._in_turn,
+            before_pause=lambda: self._end.before_pause(),
         )
-        self._known = KnownValues(
-            index, program, cursor, self.tensors, batch.board, turns.wait_for_others, device
-        )
-        self._end = ProgramEnd(program, cursor, self.tensors, self._known, turns.enter)
+        self._end = ProgramEnd(index, program, cursor, self.tensors, batch.board, batch.device)
         self._has_end = program.trace.ends
         self._data = None if index else batch.data
         self._given_loss: Tensor | None = None
@@ -100,11 +82,11 @@ class Microbatch:
 
     def forward(self, stage: int) -> None:
         """Runs the step function up to work of another stage of this rank, or backward, or the end."""
-        self._turns.forward(stage)
+        self._cursor.forward(stage)
 
     def come_to_backward(self) -> bool:
         """Whether the step function has called ``backward``, or may still do so; goes on if it waits."""
-        return self._turns.come_to_backward()
+        return self._cursor.come_to_backward()
 
     def finish(self) -> Returned:
         """Runs the code after ``backward``, and returns what the step function returned.
@@ -112,27 +94,17 @@ class Microbatch:
         Lets go of the rest: references in a circle (this object, its coroutine, its function) would keep
         tensors until Python's garbage collector comes by.
         """
-        returned = self._returned(self._turns.finish())
-        if self.program.boundary is not None:
-            whole_loss = _whole(returned.loss)
-            returned = replace(returned, result=map_tree(_whole, returned.result), loss=whole_loss)
-        self.close()
-        return returned
-
-    def _returned(self, result: Any) -> Returned:
-        if self.is_behind_end:
-            return self._end.returned(result, self._given_loss, trains=self._turns.reached_backward)
-        values = self.program.trace.result_values
-        loss_at = next((place for place, value in values if value == self.program.trace.graph.loss), None)
-        result = self.tensors.in_result(result)
-        return Returned(result, values, loss_at, self._turns.reached_backward, loss=self.loss)
+        result, cursor = self._cursor.finish(), self._cursor
+        if cursor.behind_end:
+            return self.finished(self._end.returned(result, self._given_loss))
+        return self.finished(self.returned(result, trains=cursor.behind_backward))
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """Surrounds each turn of the step function."""
         with self._end.refusing_draws(), self.state.swapped_in():
             yield
-        if self._turns.reached_backward:
+        if self._cursor.behind_backward:
             self.state.backward_reached()
 
     @contextmanager
@@ -143,7 +115,7 @@ class Microbatch:
             if not isinstance(item, DeferredTensor):
                 return item
             leaf = self.tensors.leaves.get((item.value, stage))
-            return self._known.returned(item) if leaf is None else leaf
+            return self._end.as_known(item) if leaf is None else leaf
 
         with Realised(realise):
             yield
@@ -151,22 +123,23 @@ class Microbatch:
     @property
     def is_behind_end(self) -> bool:
         """Whether the step function has left its program."""
-        return self._end.is_passed
+        return self._cursor.behind_end
 
     def close(self) -> None:
         """Ends the microbatch, and leaves a step function that has not returned."""
         self._closing = True
         try:
             with self.state.swapped_in_to_leave():
-                self._turns.close()
+                self._cursor.close()
         except Exception:
             # The batch has failed already, for a reason that must not be hidden.
             log.warning(
                 "the step function raised while it was left in microbatch %d", self.index, exc_info=True
             )
-        for each in (self.state, self._cursor, self.tensors, self._known):
-            each.clear()
-        self.loss = self.loss_gradient = self._given_loss = None
+        self.state.clear()
+        self._end.clear()
+        self._given_loss = None
+        super().close()
 
     # ---- called by the step function ----
 
@@ -189,17 +162,17 @@ class Microbatch:
     ) -> Any:
         """Executes an operation of code that may read values, and that its program may end before."""
         # The first question is all that most operations are asked: nothing has ended, or will, as traced.
-        if (self._has_end or self.is_behind_end) and self._end.passes():
-            return self._end.run(func, args, kwargs, behind_backward=self._turns.reached_backward)
+        if (self._has_end or self._cursor.behind_end) and self._end.passes():
+            return self._end.run(func, args, kwargs)
         if reads_values(func) and not self._cursor.rests_on_nothing(args, kwargs):
-            args, kwargs = map_tree(self._known.here, (args, kwargs))
+            args, kwargs = map_tree(self._end.here, (args, kwargs))
             return func(*args, **kwargs)
         try:
             instruction = self._cursor.operation(func, args, kwargs)
         except TraceMismatchError:
             if not self._end.passes(on_path=False):
                 raise
-            return self._end.run(func, args, kwargs, behind_backward=self._turns.reached_backward)
+            return self._end.run(func, args, kwargs)
         return self._execute(instruction, func, args, kwargs)
 
     def _execute(
@@ -228,15 +201,9 @@ class Microbatch:
             return stand_in(instruction.step.result, args, kwargs)
         given = given_back(instruction.step.result, args, kwargs, is_free=self._cursor.is_free)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
-        boundary = self.program.boundary if instruction.divided else None
-        if boundary is not None and boundary.cuts and torch.is_grad_enabled():
-            with plain_torch():
-                boundary.watch_gradients((args, kwargs))
-        with plain_torch() if func in CALLS_UNITS else nullcontext():
-            result = func(*args, **kwargs)
-        if boundary is not None:
-            with plain_torch():
-                result = boundary.all_placed(result, keeps_cuts=boundary.cuts, stays=instruction.stays)
+        run = operation_run(func, instruction, self.program.boundary)
+        with plain_torch() if run is not func or func in CALLS_UNITS else NOTHING:
+            result = run(*args, **kwargs)
         self.generators.after_step(instruction)
         self.tensors.keep(instruction, result, args, kwargs, copied)
         return self._given(instruction, result, given)
@@ -245,7 +212,7 @@ class Microbatch:
         """Runs a unit of this rank, or gives stand-ins for its result."""
         if self._closing:
             raise GreenletExit
-        self._end.refuse_model(behind_backward=self._turns.reached_backward)
+        self._end.refuse_model()
         instruction = self._cursor.unit_call(module)
         position = self._cursor.position
         step, arguments = instruction.step, instruction.attributes.arguments
@@ -262,7 +229,7 @@ class Microbatch:
             if instruction.recompute and not step.flat:
                 # Lists may get longer before the backward.
                 args, kwargs = map_tree(lambda item: item, (args, kwargs))
-            with self._keeping(instruction):
+            with self.keeping(instruction):
                 run = unit_run(instruction, boundary=self.program.boundary, microbatch=self.index)
                 result = run(*args, **kwargs)
             self.generators.after_step(instruction)
@@ -274,11 +241,6 @@ class Microbatch:
                 self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             self.state.note_left(instruction.stage, instruction.attributes.left)
             return fill(result, *own)
-
-    def _keeping(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Surrounds the run of a unit: what it keeps for its backward may be offloaded."""
-        offload = self.offloads.get(instruction.stage) if instruction.offload else None
-        return nullcontext() if offload is None else offload.keeping(instruction.step.func)
 
     def _given(self, instruction: Instruction, result: Any, given: Mapping[int, Any]) -> Any:
         """The result of a step of this rank, as the step function gets it."""
@@ -293,26 +255,17 @@ class Microbatch:
             raise GreenletExit
         self._given_loss = loss
         if in_step_code() and self._end.passes(on_path=self._cursor.is_at_backward):
-            taken = self._end.take_loss(loss, gradient, behind_backward=self._turns.reached_backward)
-            self.loss, gradient = taken
+            self.loss, gradient = self._end.take_loss(loss, gradient)
         else:
-            self._take_loss(loss)
-        self._known.pass_backward()
+            self._cursor.backward(loss)
+            self.take_loss()
+        self._end.posted.pass_backward()
         self.loss_gradient = gradient
-        self._turns.pause_for_backward()
-
-    def _take_loss(self, loss: Tensor) -> None:
-        """Keeps the loss of the program, on the rank that computes it."""
-        self._cursor.backward()
-        self._comparison.loss(loss)
-        if self.program.loss_stage in self.program.stages:
-            value = self.program.trace.graph.loss
-            assert value is not None
-            self.loss = self.tensors.values[value]
+        self._cursor.pause_for_backward()
 
     def model_begins(self) -> None:
         """Refuses a call of the model behind the end of the program."""
-        self._end.refuse_model(behind_backward=self._turns.reached_backward)
+        self._end.refuse_model()
 
     def model_returned(self, result: Any) -> None:
         """Records what the step function gets to see; leaves it here where it will have to wait.
@@ -325,7 +278,7 @@ class Microbatch:
             return
         waits = any(isinstance(item, DeferredTensor) for item in leaves(result))
         if waits and not self._cursor.has_work():
-            self._turns.wait_for_others()
+            self._cursor.wait_for_others()
 
     def set_next_generators(self) -> None:
         """Gives the generators the state from which the next step of this rank draws, if one does."""
@@ -344,46 +297,41 @@ class Microbatch:
         except Exception as error:
             # Other ranks need values to come to the same error, which is the one that counts.
             try:
-                self._known.pass_backward()
+                self._end.posted.pass_backward()
             except Exception as another:
                 error.add_note(f"Nor could other ranks be told: {type(another).__name__}: {another}")
             raise
         is_behind_end = self._end.passes(on_path=self._cursor.is_through)
-        self._known.pass_backward()
+        self._end.posted.pass_backward()
         if not is_behind_end:
-            self._cursor.end()
-            self._comparison.result(result)
+            self._cursor.end(result)
         return result
 
     def _check(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compares a call with the trace, and records what it will change."""
         if instruction.expects:
-            self._comparison.arguments(instruction, args, kwargs)
+            self._cursor.compare_arguments(instruction, args, kwargs)
         if instruction.spoils:
             self._cursor.note_spoilt(instruction, args, kwargs)
         if instruction.changes:
-            self._known.before_change(instruction.changes)
+            self._end.posted.before_change(instruction.changes)
 
     def _note_seen(self, result: Any) -> None:
         """Records what code of the step function gets to see."""
         # Where nothing was read in the trace, what is read nevertheless is put up then.
         if self._has_end and in_step_code():
-            self._known.note(result)
+            self._end.note(result)
 
     def _begin(
         self, instruction: Instruction, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
         """Waits for the stage of a step; gives what `MicrobatchTensors.find` does."""
-        self._turns.enter(instruction.stage)
+        self._cursor.enter(instruction.stage)
         copied: dict[int, Tensor] = {}
         if instruction.flow.finds:
             args, kwargs, copied = self.tensors.find(instruction, args, kwargs)
         self.generators.before_step(instruction, position - 1)
         return args, kwargs, copied
-
-
-def _whole(item: Any) -> Any:
-    return whole(item) if item.__class__ is DividedTensor else item
 
 
 def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """The tensors of a microbatch that its step function's variables do not hold (see `dataflow`)."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,13 +10,21 @@ from shardwright.errors import TraceMismatchError
 from shardwright.runtime.dataflow import Copy, Keep
 from shardwright.runtime.homes import Crossing
 from shardwright.torch.backward.pending_logits import whole_logits
-from shardwright.torch.execution.microbatches.stage_turns import refuse_other_contents
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tracing.together import GlueBuffers
 from shardwright.torch.tracing.trace_data import Step
+
+
+def refuse_other_contents(step: Step, *, microbatch: int) -> NoReturn:
+    """Refuses the call of a unit that leaves other entries in containers than other ranks find in theirs."""
+    raise TraceMismatchError(
+        f"{step.call} leaves other entries in a list or a dictionary among its arguments in microbatch "
+        f"{microbatch} than in the trace, by which other ranks go. Give it a new container in every "
+        "microbatch, or return what it has made."
+    )
 
 
 class MicrobatchTensors:

@@ -12,7 +12,7 @@ time that its rank uses it::
 import json
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -32,19 +32,19 @@ _SMALL_BYTES = 2**16
 _Name: TypeAlias = tuple[int, int]
 
 
-class OwnValues:
-    """The values that one microbatch makes on this rank and posts for the others.
+class PostedValues:
+    """The values that one microbatch makes on this rank and posts for the others, and those that it takes.
 
     Attributes:
-        is_behind_backward: nothing that was made before the backward will be put up from now on.
+        changes: how often the program has changed a value so far.
     """
 
-    def __init__(self, index: int, program: Program, board: ValueBoard, changes: Mapping[int, int]):
-        self.is_behind_backward = False
+    def __init__(self, index: int, program: Program, board: ValueBoard):
+        self.changes: Counter[int] = Counter()
+        self._is_behind_backward = False  # nothing that was made before will be put up from now on
         self._index = index
         self._program = program
         self._board = board
-        self._changes = changes
         self._waiting: dict[int, Tensor] = {}  # for the next bundle
         self._small: dict[int, weakref.ref[Tensor]] = {}  # what bundles have, or will have
         self._large: dict[int, weakref.ref[Tensor]] = {}
@@ -53,9 +53,12 @@ class OwnValues:
         self._has_any = False
         self._turns: Counter[_Name] = Counter()  # how often this rank has used a large one
         self._num_put: Counter[_Name] = Counter()  # how often that was put up
+        self._taken: dict[int, list[_Bundle]] = {}  # bundles of each rank, as far as they came
+        self._num_taken: Counter[_Name] = Counter()  # how often a value that was put up by itself was taken
 
     def clear(self) -> None:
         self._waiting.clear()
+        self._taken.clear()
 
     def note(self, value: int, tensor: Tensor) -> None:
         """Records a tensor that code of the step function gets to see."""
@@ -75,6 +78,7 @@ class OwnValues:
             if tensor is not None:
                 self._waiting[value] = tensor
                 self._versions.pop(value, None)
+        self.changes.update(values)
 
     def put_up_small(self) -> None:
         """Posts small values: others may read them now, and units may change them later."""
@@ -99,12 +103,12 @@ class OwnValues:
             )
         if value not in self._small:
             self._put_up_large(value, tensor)
-            self._turns[value, self._changes[value]] += 1
+            self._turns[value, self.changes[value]] += 1
 
     def pass_backward(self) -> None:
         """Posts small values before the backward, or at an end without one: nobody waits for more."""
-        if not self.is_behind_backward:
-            self.is_behind_backward = True
+        if not self._is_behind_backward:
+            self._is_behind_backward = True
             if not self._program.trace.ends:
                 self._board.mark(_passed(self._index))
             elif self._has_any:
@@ -112,7 +116,7 @@ class OwnValues:
 
     def _put_up_large(self, value: int, tensor: Tensor) -> None:
         """Posts a large value once for each use by this rank, and for the next one."""
-        name = value, self._changes[value]
+        name = value, self.changes[value]
         turn = self._turns[name]
         if self._num_put[name] == turn:
             self._board.put(_name_of_value(self._index, name, turn), _bytes(tensor))
@@ -120,31 +124,15 @@ class OwnValues:
 
     def _put_bundle(self, *, is_last: bool) -> None:
         waiting, self._waiting = self._waiting, {}
-        parts = {(value, self._changes[value]): _bytes(tensor) for value, tensor in waiting.items()}
+        parts = {(value, self.changes[value]): _bytes(tensor) for value, tensor in waiting.items()}
         name = _name_of_bundle(self._index, self._program.rank, self._num_bundles)
         self._board.put(name, _Bundle(parts, is_last).packed())
         self._versions.update((value, tensor._version) for value, tensor in waiting.items())
         self._num_bundles += 1
 
-
-class TakenValues:
-    """The values that one microbatch takes from other ranks."""
-
-    def __init__(self, index: int, program: Program, board: ValueBoard, changes: Mapping[int, int]):
-        self._index = index
-        self._program = program
-        self._board = board
-        self._changes = changes
-        self._bundles: dict[int, list[_Bundle]] = {}  # of each rank, as far as it came
-        self._turns: Counter[_Name] = Counter()  # how often a value that was put up by itself was taken
-
-    def clear(self) -> None:
-        self._bundles.clear()
-
-    def take(self, value: int, *, is_behind_backward: bool) -> bytes:
-        packed = self._taken(
-            value, self._program.stage_ranks[self._program.home_of[value]], is_behind_backward
-        )
+    def take(self, value: int) -> bytes:
+        """A value that another rank posts."""
+        packed = self._take(value, self._program.stage_ranks[self._program.home_of[value]])
         spec = self._program.trace.graph.values[value].spec
         if len(packed) != spec.num_bytes:
             raise TraceMismatchError(
@@ -153,13 +141,14 @@ class TakenValues:
             )
         return packed
 
-    def _taken(self, value: int, source: int, is_behind_backward: bool) -> bytes:
-        bundles = self._bundles.setdefault(source, [])
-        name = value, self._changes[value]
+    def _take(self, value: int, source: int) -> bytes:
+        is_behind_backward = self._is_behind_backward
+        bundles = self._taken.setdefault(source, [])
+        name = value, self.changes[value]
         for bundle in bundles:
             if name in bundle.parts:
                 return bundle.parts[name]
-        by_itself = _name_of_value(self._index, name, self._turns[name])
+        by_itself = _name_of_value(self._index, name, self._num_taken[name])
         while True:
             # What is put up before the backward is there by now, if the other rank has come to that.
             late = any(bundle.is_last for bundle in bundles) and not is_behind_backward
@@ -168,7 +157,7 @@ class TakenValues:
             mark = "" if is_behind_backward else _passed(self._index)
             found, packed = self._board.get(names, source, absent, is_late=late, mark=mark)
             if found == by_itself:
-                self._turns[name] += 1
+                self._num_taken[name] += 1
                 return packed
             with not_from_a_stranger("values of a step"):
                 bundles.append(_Bundle.of(packed))

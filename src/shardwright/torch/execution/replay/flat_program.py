@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.execution.microbatches.stage_turns import unit_run
+from shardwright.torch.execution.microbatches.rank_microbatch import operation_run, unit_run
 from shardwright.torch.execution.replay.flat_calls import FlatCall
 from shardwright.torch.execution.replay.held_state import ImpureError
 from shardwright.torch.execution.replay.recording import Call, GivenObject, Recording, Settings, Source
 from shardwright.torch.interception.glue import UnitCall, call_without_hooks
-from shardwright.torch.program.instructions import Instruction, Place
+from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program, copied_out
 from shardwright.torch.pytorch.functions import CALLS_UNITS, name_of_call
 from shardwright.torch.pytorch.tensors import autocast_as
@@ -276,7 +276,7 @@ def _runner(call: Call, program: Program) -> Callable[..., Any]:
         if plain:
             run = unit_run(instruction, boundary=program.boundary, microbatch=-1)
     else:
-        run = _divided(func, instruction, program) if instruction.divided and program.boundary else func
+        run = operation_run(func, instruction, program.boundary)
     own = instruction.step.unit.own_results
     if own:
         inner = run
@@ -292,19 +292,6 @@ def _call_of(unit: nn.Module) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call_without_hooks(unit, *args, **kwargs)
-
-    return run
-
-
-def _divided(func: Callable[..., Any], instruction: Instruction, program: Program) -> Callable[..., Any]:
-    boundary = program.boundary
-    assert boundary is not None
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if boundary.cuts and torch.is_grad_enabled():
-            boundary.watch_gradients((args, kwargs))
-        result = func(*args, **kwargs)
-        return boundary.all_placed(result, keeps_cuts=boundary.cuts, stays=instruction.stays)
 
     return run
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.torch._private.modules import num_parametrization_caches, saved_tensor_hooks
 from shardwright.torch._private.tensors import attention_kernels_allowed, function_mode_depth
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
-from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches
+from shardwright.torch.execution.microbatches.rank_microbatch import SharedByMicrobatches
 from shardwright.torch.execution.replay.flat_calls import CodeWatch
 from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
 from shardwright.torch.interception.deferred import DeferredTensor

@@ -8,40 +8,35 @@ stays the same. Now and then a microbatch is recorded again, and compared.
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any
-
-from torch import Tensor
 
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
-from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
-from shardwright.torch.execution.microbatches.stage_turns import MicrobatchGenerators, SharedByMicrobatches
+from shardwright.torch.execution.microbatches.rank_microbatch import (
+    NOTHING,
+    RankMicrobatch,
+    SharedByMicrobatches,
+)
 from shardwright.torch.execution.replay.flat_calls import CodeWatch, run_calls
 from shardwright.torch.execution.replay.flat_program import FlatProgram, why_not
 from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
 from shardwright.torch.execution.replay.recording import Recording, RecordingMicrobatch, settings_now
-from shardwright.torch.offload.stage_offload import StageOffload
-from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.program.program import Program
-from shardwright.torch.pytorch.tree import map_tree, same_entries
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole
-
-_NOTHING = nullcontext()
+from shardwright.torch.pytorch.tree import same_entries
 
 
 class _NoState:
     """Nothing is left in modules."""
 
     def as_left(self, stage: int) -> AbstractContextManager[None]:
-        return _NOTHING
+        return NOTHING
 
     def backward_ran(self) -> None:
         pass
 
 
-class _ReplayedMicrobatch:
+class _ReplayedMicrobatch(RankMicrobatch):
     """A microbatch that is run from a list of calls; see `Microbatch` for what the executor asks of it."""
 
     is_behind_end = False
@@ -55,24 +50,14 @@ class _ReplayedMicrobatch:
         batch_leaves: Sequence[Any],
         batch: SharedByMicrobatches,
     ):
-        self.index = index
-        self.program = program
+        super().__init__(index, program, batch)
         self.flat = flat
-        self.loss: Tensor | None = None
-        self.loss_gradient: Tensor | None = None
-        self.tensors = MicrobatchTensors(index, program, batch.receive, batch.buffers)
-        self.generators = MicrobatchGenerators(index, batch.device)
-        self.uses: dict[int, int] = {}
-        self.offloads: dict[int, StageOffload] = {}
-        self.outside_s = 0.0
         self.places = flat.places(batch_leaves)
 
     def forward(self, stage: int) -> None:
         run_calls(self, stage)
         if stage == self.program.loss_stage and self.flat.trains:
-            loss = self.program.trace.graph.loss
-            assert loss is not None
-            self.loss = self.tensors.values[loss]
+            self.take_loss()
 
     def come_to_backward(self) -> bool:
         return self.flat.trains
@@ -80,33 +65,13 @@ class _ReplayedMicrobatch:
     def finish(self) -> Returned:
         """Runs what is left, and returns what the step function returned."""
         run_calls(self, None)
-        flat, trace = self.flat, self.program.trace
+        flat = self.flat
         result = flat.result_structure.rebuild([self.places[place] for place in flat.result])
-        result = self.tensors.in_result(result)
-        loss_at = next((place for place, value in trace.result_values if value == trace.graph.loss), None)
-        returned = Returned(result, trace.result_values, loss_at, flat.trains, loss=self.loss)
-        if self.program.boundary is not None:
-            returned = replace(returned, result=map_tree(_whole, returned.result), loss=_whole(returned.loss))
-        self.close()
-        return returned
-
-    def running_again(self, stage: int) -> AbstractContextManager[None]:
-        """Nothing: step code that computes again in a backward is not replayed."""
-        return _NOTHING
-
-    def keeping(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Surrounds the run of a unit: what it keeps for its backward may be offloaded."""
-        offload = self.offloads.get(instruction.stage)
-        return _NOTHING if offload is None else offload.keeping(instruction.step.func)
+        return self.finished(self.returned(result, trains=flat.trains))
 
     def close(self) -> None:
         self.places = []
-        self.tensors.clear()
-        self.loss = self.loss_gradient = None
-
-
-def _whole(item: Any) -> Any:
-    return whole(item) if item.__class__ is DividedTensor else item
+        super().close()
 
 
 log = logging.getLogger(__name__)

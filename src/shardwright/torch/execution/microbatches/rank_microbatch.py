@@ -1,10 +1,10 @@
-"""Whose turn it is within a microbatch, and the runs of its units."""
+"""What a microbatch of a rank has and runs, whether its calls come from the script or from a list."""
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,26 @@ from shardwright.errors import TraceMismatchError
 from shardwright.runtime.homes import Crossing
 from shardwright.torch.backward.activation_checkpointing import call_recomputed
 from shardwright.torch.backward.batch_data import BatchData
+from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.microbatch_state import OwnAttributes, called_as_now
-from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
-from shardwright.torch.interception.coroutine import Coroutine
+from shardwright.torch.execution.microbatches.microbatch_tensors import (
+    MicrobatchTensors,
+    refuse_other_contents,
+)
 from shardwright.torch.interception.glue import call_without_hooks
+from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.program.instructions import Instruction
+from shardwright.torch.program.program import Program
 from shardwright.torch.program.program_checks import refusing_changes
 from shardwright.torch.python_state.shared_state import returning_contents
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.modules import user_line
 from shardwright.torch.randomness import GeneratorState, Turn, get_state, same_state, set_state
 from shardwright.torch.tensor_parallel.boundary import Boundary
+from shardwright.torch.tensor_parallel.divide import all_elements
 from shardwright.torch.tracing.together import GlueBuffers
-from shardwright.torch.tracing.trace_data import Step
+
+NOTHING = nullcontext()
 
 
 def unit_run(instruction: Instruction, *, boundary: Boundary | None, microbatch: int) -> Callable[..., Any]:
@@ -50,13 +57,19 @@ def _recomputed(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs:
     return call_recomputed(unit, call, args, kwargs)
 
 
-def refuse_other_contents(step: Step, *, microbatch: int) -> NoReturn:
-    """Refuses the call of a unit that leaves other entries in containers than other ranks find in theirs."""
-    raise TraceMismatchError(
-        f"{step.call} leaves other entries in a list or a dictionary among its arguments in microbatch "
-        f"{microbatch} than in the trace, by which other ranks go. Give it a new container in every "
-        "microbatch, or return what it has made."
-    )
+def operation_run(
+    func: Callable[..., Any], instruction: Instruction, boundary: Boundary | None
+) -> Callable[..., Any]:
+    if boundary is None or not instruction.divided:
+        return func
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if boundary.cuts and torch.is_grad_enabled():
+            boundary.watch_gradients((args, kwargs))
+        result = func(*args, **kwargs)
+        return boundary.all_placed(result, keeps_cuts=boundary.cuts, stays=instruction.stays)
+
+    return run
 
 
 class MicrobatchGenerators:
@@ -132,112 +145,57 @@ class SharedByMicrobatches:
     data: BatchData | None = None
 
 
-class StageTurns:
-    """The turns of one step function.
+class RankMicrobatch:
+    """What the executor, and the stages of a rank, find in a microbatch.
 
     Attributes:
-        stage: the stage being run; -1 before the start.
+        loss: what ``backward`` is given, on the rank that computes it.
+        uses: id of a weight -> contributions to its gradient that are still to come.
+        outside_s: seconds of operations that rest on no unit, such as a teacher outside of the model.
     """
 
-    def __init__(
-        self,
-        run: Callable[[], Any],
-        cursor: ProgramCursor,
-        *,
-        around: Callable[[], AbstractContextManager[None]],
-        before_pause: Callable[[], None],
-    ):
-        self.stage = -1
-        self.reached_backward = False
-        self._cursor = cursor
-        self._around = around
-        self._before_pause = before_pause
-        self._coroutine = Coroutine(run)
-        # The next stage of this rank that has work; None before the start.
-        self._next_stage: int | None = None
-        # Whether it waits for other ranks now, and whether it may block this one.
-        self._waits = self._may_block = False
+    def __init__(self, index: int, program: Program, batch: SharedByMicrobatches):
+        self.index = index
+        self.program = program
+        self.loss: Tensor | None = None
+        self.loss_gradient: Tensor | None = None
+        self.tensors = MicrobatchTensors(index, program, batch.receive, batch.buffers)
+        self.generators = MicrobatchGenerators(index, batch.device)
+        self.uses: dict[int, int] = {}
+        self.outside_s = 0.0
+        self.offloads: dict[int, StageOffload] = {}
 
-    # ---- called by the executor ----
+    def running_again(self, stage: int) -> AbstractContextManager[None]:
+        """Gives a forward that a backward of this stage repeats what it got at first."""
+        return NOTHING
 
-    def forward(self, stage: int) -> None:
-        """Runs the step function up to work of another stage of this rank, or backward, or the end.
+    def keeping(self, instruction: Instruction) -> AbstractContextManager[None]:
+        """Surrounds the run of a unit: what it keeps for its backward may be offloaded."""
+        offload = self.offloads.get(instruction.stage) if instruction.offload else None
+        return NOTHING if offload is None else offload.keeping(instruction.step.func)
 
-        One that waits for other ranks goes on if the stage has work in it.
-        """
-        self._may_block = False
-        if self._coroutine.finished or self.reached_backward:
-            return
-        if self._waits:
-            self.stage = stage
-            if self._cursor.has_work(stage):
-                self._resume()
-        elif self._next_stage in (None, stage):  # else the stage has nothing to compute
-            self.stage = stage
-            self._resume()
+    def take_loss(self) -> None:
+        """Keeps the loss of the program, on the rank that computes it."""
+        value = self.program.trace.graph.loss
+        if value is not None and self.program.loss_stage in self.program.stages:
+            self.loss = self.tensors.values[value]
 
-    def come_to_backward(self) -> bool:
-        """Whether the step function has called ``backward``, or may still do so; goes on if it waits."""
-        self._may_block = True
-        if self._waits:
-            self._resume()
-        return self.reached_backward or not self._coroutine.finished
+    def returned(self, result: Any, *, trains: bool) -> Returned:
+        """What the step function has returned within its program."""
+        trace = self.program.trace
+        loss_at = next((place for place, value in trace.result_values if value == trace.graph.loss), None)
+        result = self.tensors.in_result(result)
+        return Returned(result, trace.result_values, loss_at, trains, loss=self.loss)
 
-    def finish(self) -> Any:
-        """Runs the code after ``backward``; returns what the step function returned."""
-        self._may_block = True
-        if not self._coroutine.finished:
-            self._resume()
-        return self._coroutine.result
+    def finished(self, returned: Returned) -> Returned:
+        """The same with whole tensors, of which ranks may share some; lets go of the rest."""
+        if self.program.boundary is not None:
+            result, loss = all_elements(returned.result), all_elements(returned.loss)
+            returned = replace(returned, result=result, loss=loss)
+        self.close()
+        return returned
 
     def close(self) -> None:
-        """Leaves a step function that has not returned; lets go of it."""
-        try:
-            self._coroutine.close()
-        finally:
-            self._coroutine = _ENDED
-
-    def _resume(self) -> None:
-        with self._around():
-            self._coroutine.resume()
-
-    # ---- called inside the step function ----
-
-    def enter(self, stage: int) -> None:
-        """Pauses until the executor runs this stage."""
-        if stage == self.stage:
-            return
-        self._next_stage = stage
-        while self.stage != stage:
-            self._pause()
-
-    def wait_for_others(self, home: int | None = None) -> None:
-        """Leaves the step function until this rank has nothing else to do.
-
-        Not where its stage has work left, for which other ranks wait: a value of an earlier stage was made
-        before that.
-        """
-        while not self._may_block:
-            if self._cursor.has_work(self.stage):
-                if home is not None and home > self.stage:
-                    raise TraceMismatchError(
-                        f"{user_line()}: the step function reads a value here that it did not read when it "
-                        "was traced, of a later stage than the one that computes what follows. Compute all "
-                        "that the loss is made of first, and read values then."
-                    )
-                break
-            self._waits = True
-            self._pause()
-        self._waits = False
-
-    def pause_for_backward(self) -> None:
-        """Leaves the step function until this microbatch has no backward left on this rank."""
-        self.reached_backward = True
-        self._coroutine.pause()
-
-    def _pause(self) -> None:
-        self._before_pause()
-        self._coroutine.pause()
-
-
-_ENDED = Coroutine(lambda: None)
+        """Ends the microbatch, whether it has ended or not."""
+        self.tensors.clear()
+        self.loss = self.loss_gradient = None

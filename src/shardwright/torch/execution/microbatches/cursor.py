@@ -1,4 +1,4 @@
-"""Tracks a microbatch's position in its program, and looks up each call of the step function.
+"""Tracks where a microbatch is, in its program and on its stages; looks up each call of the step function.
 
 Unit calls, and operations on unit results or parameters, are placed on ranks: they must match the trace one
 by one. A *free* operation depends on neither. Every rank runs it for itself, so it makes no difference
@@ -11,10 +11,13 @@ whether the trace contains it::
 
 So a script may compute a table once and keep it: in an attribute, a buffer, a dictionary, behind
 ``lru_cache``.
+
+The executor says whose turn it is, stage by stage; the step function is left where it comes to another one.
 """
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -23,22 +26,26 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
 from shardwright.torch._private.tensors import storage_key
+from shardwright.torch.interception.coroutine import Coroutine
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.step_code import assumed_loss
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import FreeOperations, Program
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.modules import user_line
-from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.randomness import SKIPS_BY_PYTHON, get_state, same_state
 from shardwright.torch.script_collectives import COLLECTIVES
 
 
-class ProgramCursor:
-    """Follows the calls of one microbatch.
+class Cursor:
+    """Where one microbatch is.
 
     Attributes:
         position: number of instructions that are done or passed over.
+        stage: the stage being run; -1 before the start.
+        behind_backward: the step function has called ``backward``.
+        behind_end: it has left its program: every rank runs what follows.
     """
 
     def __init__(
@@ -47,20 +54,114 @@ class ProgramCursor:
         program: Program,
         parameters: Callable[[], Collection[int]],
         device: torch.device,
+        run: Callable[[], Any],
+        *,
+        around: Callable[[], AbstractContextManager[None]],
+        before_pause: Callable[[], None],
     ):
         self.position = 0
+        self.stage = -1
+        self.behind_backward = self.behind_end = False
         self._index = index
         self._program = program
         self._free = program.free_operations
         self._parameters = parameters
         self._device = device
-        self._behind_backward = False
+        self._around = around
+        self._before_pause = before_pause
+        self._coroutine = Coroutine(run)
+        # The next stage of this rank that has work; None before the start.
+        self._next_stage: int | None = None
+        # Whether the step function waits for other ranks now, and whether it may block this one.
+        self._waits = self._may_block = False
         backward_at = program.trace.backward_at
         # The position at which instructions end for now.
         self._end = len(program.instructions) if backward_at is None else backward_at
         # Tensors that steps of this rank gave: id -> the tensor, as long as it lives, and its value.
         self._made: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
         self._spoilt: set[int] = set()  # memory that every rank has, and of which one has another content
+
+    # ---- turns, as the executor has them ----
+
+    def forward(self, stage: int) -> None:
+        """Runs the step function up to work of another stage of this rank, or backward, or the end.
+
+        One that waits for other ranks goes on if the stage has work in it.
+        """
+        self._may_block = False
+        if self._coroutine.finished or self.behind_backward:
+            return
+        if self._waits:
+            self.stage = stage
+            if self.has_work(stage):
+                self._resume()
+        elif self._next_stage in (None, stage):  # else the stage has nothing to compute
+            self.stage = stage
+            self._resume()
+
+    def come_to_backward(self) -> bool:
+        """Whether the step function has called ``backward``, or may still do so; goes on if it waits."""
+        self._may_block = True
+        if self._waits:
+            self._resume()
+        return self.behind_backward or not self._coroutine.finished
+
+    def finish(self) -> Any:
+        """Runs the code after ``backward``; returns what the step function returned."""
+        self._may_block = True
+        if not self._coroutine.finished:
+            self._resume()
+        return self._coroutine.result
+
+    def close(self) -> None:
+        """Leaves a step function that has not returned; lets go of it."""
+        try:
+            self._coroutine.close()
+        finally:
+            self._coroutine = _ENDED
+            self._made.clear()
+
+    def _resume(self) -> None:
+        with self._around():
+            self._coroutine.resume()
+
+    # ---- turns, inside the step function ----
+
+    def enter(self, stage: int) -> None:
+        """Pauses until the executor runs this stage."""
+        if stage == self.stage:
+            return
+        self._next_stage = stage
+        while self.stage != stage:
+            self._pause()
+
+    def wait_for_others(self, home: int | None = None) -> None:
+        """Leaves the step function until this rank has nothing else to do.
+
+        Not where its stage has work left, for which other ranks wait: a value of an earlier stage was made
+        before that.
+        """
+        while not self._may_block:
+            if self.has_work(self.stage):
+                if home is not None and home > self.stage:
+                    raise TraceMismatchError(
+                        f"{user_line()}: the step function reads a value here that it did not read when it "
+                        "was traced, of a later stage than the one that computes what follows. Compute all "
+                        "that the loss is made of first, and read values then."
+                    )
+                break
+            self._waits = True
+            self._pause()
+        self._waits = False
+
+    def pause_for_backward(self) -> None:
+        """Leaves the step function until this microbatch has no backward left on this rank."""
+        self.behind_backward = True
+        self._coroutine.pause()
+
+    def _pause(self) -> None:
+        self._before_pause()
+        self._coroutine.pause()
 
     # ---- calls ----
 
@@ -81,18 +182,48 @@ class ProgramCursor:
     def unit_call(self, module: nn.Module) -> Instruction:
         return self._placed(module)
 
-    def backward(self) -> None:
+    def backward(self, loss: Any) -> None:
+        """The step function calls ``backward``; refuses another loss than in the trace."""
         self._pass_over_free()
-        if self._behind_backward or self.position != self._program.trace.backward_at:
+        if self.behind_backward or self.position != self._program.trace.backward_at:
             self.mismatch("backward()")
-        self._behind_backward = True
+        self.behind_backward = True
         self._end = len(self._program.instructions)
+        self._compare(loss, self._program.trace.graph.loss, "the loss is")
 
-    def end(self) -> None:
+    def end(self, result: Any) -> None:
+        """The step function returns; refuses other tensors in its result than in the trace."""
         self._pass_over_free()
         if self.position < len(self._program.instructions):
             line = self._program.instructions[self.position].step.line
             self.mismatch("nothing more", line or "the end of the step function")
+        items = flatten(result)[0] if self._program.trace.result_values else []
+        for position, value in self._program.trace.result_values:
+            self._compare(items[position] if position < len(items) else None, value, "the result is")
+
+    def compare_arguments(
+        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuses another stand-in among the arguments of a step than in the trace."""
+        step = instruction.step
+        items: Sequence[Any] = args if step.flat else flatten((args, kwargs))[0]
+        for position, expected, elsewhere in instruction.expects:
+            item = items[position] if position < len(items) else None
+            if item.value != expected if type(item) is DeferredTensor else elsewhere:
+                self._refuse_other(f"{name_of_call(step.func)} gets", step.line)
+
+    def _compare(self, item: Any, value: int | None, what: str) -> None:
+        expected = None if value is None else self._program.trace.tensors.stand_ins[value]
+        if expected is not None and type(item) is DeferredTensor and item.value != expected:
+            self._refuse_other(what)
+
+    def _refuse_other(self, what: str, line: str = "") -> NoReturn:
+        raise TraceMismatchError(
+            f"{line or user_line()}: {what} another tensor in microbatch {self._index} than in the trace, by "
+            "which ranks send each other what they need. What is chosen among tensors must be the same for "
+            "every batch, or follow from the arguments of the step function: pass what decides it to the "
+            "step function as an argument, or put the choice inside one module."
+        )
 
     @property
     def rest(self) -> Sequence[Instruction]:
@@ -118,38 +249,16 @@ class ProgramCursor:
     @property
     def is_through(self) -> bool:
         """Whether the program has nothing left that must be called."""
-        backward_left = self._program.trace.backward_at is not None and not self._behind_backward
+        backward_left = self._program.trace.backward_at is not None and not self.behind_backward
         return not backward_left and self._behind_free() == len(self._program.instructions)
 
     @property
     def is_at_backward(self) -> bool:
-        return not self._behind_backward and self._behind_free() == self._program.trace.backward_at
+        return not self.behind_backward and self._behind_free() == self._program.trace.backward_at
 
     @property
     def has_units_left(self) -> bool:
         return any(isinstance(each.step.func, nn.Module) for each in self.rest)
-
-    def run_behind_end(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        generators: Sequence[torch.Generator],
-    ) -> Any:
-        """Runs an operation behind the end of the program, as every rank does: it may draw nothing."""
-        before = get_state(self._device, tuple(generators))
-        result = func(*args, **kwargs)
-        if not same_state(get_state(self._device, tuple(generators)), before):
-            self.refuse_draws()
-        return result
-
-    def refuse_draws(self) -> NoReturn:
-        """Refuses random numbers behind the end of a program: ranks would draw different ones."""
-        raise TraceMismatchError(
-            f"{user_line()}: the step function draws random numbers behind backward(), or behind a value "
-            "that it has read, where ranks would draw different ones. Draw before anything is read, or "
-            "before the step function, and pass them to it."
-        )
 
     def run_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a free operation that the trace does not have: it may not take random numbers."""
@@ -174,6 +283,10 @@ class ProgramCursor:
         items = leaves((args, kwargs))
         self._spoilt.update(storage_key(items[position]) for position in instruction.spoils)
 
+    def is_spoilt(self, item: Any) -> bool:
+        """Whether every rank has a tensor, and only one what is in it now."""
+        return bool(self._spoilt) and isinstance(item, Tensor) and storage_key(item) in self._spoilt
+
     def is_free(self, item: Any) -> bool:
         """Whether every rank has it: it does not come from a unit, and it is no parameter."""
         if not isinstance(item, Tensor):
@@ -190,29 +303,11 @@ class ProgramCursor:
         made = self._made.get(id(item))
         return made[1] if made is not None and made[0]() is item else None
 
-    def refuse_placed(self, item: Any) -> None:
-        """Refuses a tensor that not every rank has, and that is no value."""
-        if not isinstance(item, Tensor):
-            return
-        spoilt = bool(self._spoilt) and storage_key(item) in self._spoilt
-        if spoilt or not self.is_free(item):
-            what = "a tensor that a module has changed in place" if spoilt else "a parameter"
-            line = self._program.trace.end.line
-            raise TraceMismatchError(
-                f"{user_line()}: {what} is used by the step function, behind a value that was read"
-                f"{f' ({line})' if line else ''}. Only one rank has it. Compute what you need of it before "
-                "anything is read, or put this code into a module inside the model, which is then one unit. "
-                "Sizes that follow from values (bincount, unique, a boolean mask) are read, too."
-            )
-
-    def clear(self) -> None:
-        self._made.clear()
-
     def mismatch(self, found: str, line: str = "") -> NoReturn:
         """Refuses a step function that goes another way than the trace."""
         position, program = self.position, self._program
         expected = "the end of the step function"
-        if position == program.trace.backward_at and not self._behind_backward:
+        if position == program.trace.backward_at and not self.behind_backward:
             expected = "backward()"
         elif position < len(program.instructions):
             expected = name_of_call(program.instructions[position].step.func)
@@ -291,4 +386,5 @@ class ProgramCursor:
         return position
 
 
+_ENDED = Coroutine(lambda: None)
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device, type(Ellipsis)})

@@ -5,6 +5,7 @@ What a step function returns behind the end of its program.
 Values that one rank puts up for others in a microbatch, and what these are told where there is none.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
+from shardwright.torch.execution.microbatches.cursor import Cursor
 from shardwright.torch.execution.microbatches.program_end import ProgramEnd
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.instructions import Instruction, Place
@@ -32,9 +33,18 @@ def cursor(*steps, backward_at=None, free=FreeOperations.ANY, parameters=()):
         Instruction(step=step_of(func, f"user.py:{number}", draws=bool(draws)), place=place)
         for number, (func, place, *draws) in enumerate(steps)
     ]
-    trace = SimpleNamespace(backward_at=backward_at, random=RandomUse())
+    graph = SimpleNamespace(loss=None)
+    trace = SimpleNamespace(backward_at=backward_at, random=RandomUse(), graph=graph, result_values=())
     program: Any = SimpleNamespace(instructions=instructions, trace=trace, free_operations=free)
-    return ProgramCursor(0, program, lambda: {id(p) for p in parameters}, torch.device("cpu"))
+    return Cursor(
+        0,
+        program,
+        lambda: {id(p) for p in parameters},
+        torch.device("cpu"),
+        lambda: None,
+        around=nullcontext,
+        before_pause=lambda: None,
+    )
 
 
 def step_of(func, line, *, draws):
@@ -55,7 +65,7 @@ def test_calls_that_have_a_place_may_not():
     at = cursor(*TABLE)
     at.operation(torch.mul, (x, 2), {})
     with pytest.raises(TraceMismatchError, match=r"user.py:3: .* calls nothing more where the trace has add"):
-        at.end()
+        at.end(None)
 
 
 def test_random_numbers_are_taken_as_in_the_trace():
@@ -74,15 +84,15 @@ def test_backward_comes_where_it_came_in_the_trace():
     steps = ((torch.mul, ELSEWHERE), (torch.arange, FREE), (torch.add, ELSEWHERE))
     at = cursor(*steps, backward_at=2)
     with pytest.raises(TraceMismatchError, match=r"calls backward\(\) where the trace has mul\(\)"):
-        at.backward()
+        at.backward(None)
     at.operation(torch.mul, (x, 2), {})
     with pytest.raises(TraceMismatchError, match=r"calls add\(\) where the trace has backward\(\)"):
         cursor(*steps[1:], backward_at=1).operation(torch.add, (x, 1), {})
-    at.backward()
+    at.backward(None)
     at.operation(torch.add, (x, 1), {})
-    at.end()
+    at.end(None)
     with pytest.raises(TraceMismatchError):
-        at.backward()
+        at.backward(None)
 
 
 arguments = st.recursive(
@@ -117,8 +127,11 @@ LOSS = torch.ones(())
 @pytest.mark.parametrize(("loss", "at"), [(LOSS, 1), (None, None)])
 def test_a_none_that_is_returned_is_no_loss(loss, at):
     """It counted as one where no backward was called, so that the losses of the batch were [None]."""
-    none_known: Any = SimpleNamespace(value_of=lambda item: None, returned=lambda item: item)
+    program: Any = SimpleNamespace(stages=(0,), loss_stage=0)
+    at_end = cursor()
+    at_end.behind_backward = loss is not None
     nothing: Any = None
-    end = ProgramEnd(nothing, nothing, nothing, none_known, nothing)
-    returned = end.returned({"aside": None, "loss": LOSS}, loss, trains=loss is not None)
+    end = ProgramEnd(0, program, at_end, nothing, nothing, torch.device("cpu"))
+    returned = end.returned({"aside": None, "loss": LOSS}, loss)
+    assert returned.trains == (loss is not None)
     assert returned.loss_at == at
