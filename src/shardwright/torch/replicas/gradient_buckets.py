@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -70,41 +70,52 @@ class Reduced:
         )
 
 
-class Bucket(Protocol):
-    """Gradients that are reduced together.
+class Bucket:
+    """Gradients that are reduced together; of this class, over no replicas.
 
     A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
     that what nobody used keeps no gradient at all.
+
+    Args:
+        settles: adds up first what is pending over a tensor-parallel group.
     """
 
-    members: Sequence[Reduced]
+    def __init__(self, members: Sequence[Reduced], *, settles: bool = False):
+        self.members = members
+        self._settles = settles
+
+    @property
+    def late(self) -> bool:
+        """Whether gradients come from elsewhere, too: it never starts by itself."""
+        return self.members[0].late
 
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them."""
-        ...
+        if self._settles:
+            settle_gradients(member.holder for member in self.members)
 
     def let_go(self) -> None:
-        """Waits until it holds no more than it does at the end."""
-        ...
+        """Waits until it holds no more than it does at the end: most hold the same all along."""
 
     def finish(self, divisor: float) -> None:
         """Waits, and puts the sums, divided, where they belong."""
-        ...
+        for member in self.members if divisor != 1 else ():
+            if member.holder.grad is not None:
+                local_of(member.holder.grad).div_(divisor)
 
     def abort(self) -> None:
         """Forgets what was started: a batch has failed."""
-        ...
 
 
 BucketMaker = Callable[[Sequence[Reduced], dist.ProcessGroup, int, bool], Bucket]
 """Makes a bucket of whole gradients, given its number, and whether it is the last one."""
 
 
-class SummedBucket:
+class SummedBucket(Bucket):
     """Every rank gets the sum of the whole gradients."""
 
-    def __init__(self, members: Sequence[Reduced], group: dist.ProcessGroup):
-        self.members = members
+    def __init__(self, members: Sequence[Reduced], group: dist.ProcessGroup, *, settles: bool = False):
+        super().__init__(members, settles=settles)
         self._group = group
         self._buffer: Tensor | None = None
         self._work: dist.Work | None = None
@@ -113,6 +124,7 @@ class SummedBucket:
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them, once a batch; the gradients are let go, else all would be there twice."""
         assert is_last
+        super().start()
         parts = [gradient_of(member) for member in self.members]
         first = parts[0]
         parts.append(torch.tensor(flags_of(self.members), dtype=first.dtype, device=first.device))
@@ -123,9 +135,6 @@ class SummedBucket:
         if self._divided_by != 1:
             self._buffer.div_(self._divided_by)
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
-
-    def let_go(self) -> None:
-        """It holds the same all along."""
 
     def abort(self) -> None:
         """Forgets what was started."""
@@ -145,40 +154,7 @@ class SummedBucket:
         hand_out(buffer, self.members, flags)
 
 
-class SettledBucket:
-    """Adds up what is pending over a tensor-parallel group before replicas add theirs."""
-
-    def __init__(self, members: Sequence[Reduced], over_replicas: Bucket | None):
-        self.members = members
-        self._over_replicas = over_replicas
-
-    def start(self, *, is_last: bool = True) -> None:
-        """Adds up, and starts the rest."""
-        settle_gradients(member.holder for member in self.members)
-        if self._over_replicas is not None:
-            self._over_replicas.start(is_last=is_last)
-
-    def let_go(self) -> None:
-        """Waits until it holds no more than it does at the end."""
-        if self._over_replicas is not None:
-            self._over_replicas.let_go()
-
-    def abort(self) -> None:
-        """Forgets what was started."""
-        if self._over_replicas is not None:
-            self._over_replicas.abort()
-
-    def finish(self, divisor: float) -> None:
-        """Waits, and divides the gradients."""
-        if self._over_replicas is not None:
-            self._over_replicas.finish(divisor)
-        elif divisor != 1:
-            for member in self.members:
-                if member.holder.grad is not None:
-                    local_of(member.holder.grad).div_(divisor)
-
-
-class ShardedBucket:
+class ShardedBucket(Bucket):
     """Every rank gets the sum of the rows that it keeps.
 
     Where gradients are reduced in every backward, replicas of the rows sum them once, in the last.
@@ -189,8 +165,10 @@ class ShardedBucket:
         members: Sequence[Reduced],
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
+        *,
+        settles: bool = False,
     ):
-        self.members = members
+        super().__init__(members, settles=settles)
         self._groups = shard_group, replica_group
         self._rank = dist.get_rank(shard_group)
         shapes = tuple(_part_shape(member) for member in members)
@@ -201,6 +179,7 @@ class ShardedBucket:
 
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them; the whole gradients are let go."""
+        super().start()
         if self._work:
             self._total = self._settled()
         layout, first = self._layout, self.members[0].holder

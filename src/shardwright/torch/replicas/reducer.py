@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.placement import size_of_buckets
 from shardwright.torch.backward.split_backward import notify_gradients
-from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
+from shardwright.torch.replicas.bucket_order import BucketOrder
 from shardwright.torch.replicas.gradient_buckets import (
     Bucket,
     BucketMaker,
     Reduced,
-    SettledBucket,
     ShardedBucket,
     SummedBucket,
 )
@@ -68,7 +67,7 @@ class GradientReducer:
         self._signatures: list[tuple[bool, torch.dtype]] | None = None
         self.digest = 0
         self._in_every_backward = in_every_backward
-        self._turns: list[Turn] = []
+        self._buckets: list[Bucket] = []
         self._order = BucketOrder(())
         self._orders_of_stages: dict[int, BucketOrder] = {}
         self._spare: list[Reduced] = []
@@ -92,7 +91,7 @@ class GradientReducer:
                 self._earlier[id(member.parameter)] = gradient
                 member.parameter.grad = None
         self._order.begin()
-        self._stages_left = {id(m.parameter): set(m.stages) for t in self._turns for m in t.bucket.members}
+        self._stages_left = {id(m.parameter): set(m.stages) for each in self._buckets for m in each.members}
 
     @property
     def parameter_ids(self) -> set[int]:
@@ -102,8 +101,8 @@ class GradientReducer:
     def abort(self) -> None:
         """Abandons a failed batch: gradients are those of earlier batches, plus part of this one."""
         self._remove_hooks()
-        for turn in self._turns:
-            turn.bucket.abort()
+        for bucket in self._buckets:
+            bucket.abort()
         for member in self._apart:
             self._add_earlier(member.parameter)
         self._earlier.clear()
@@ -112,11 +111,11 @@ class GradientReducer:
         """Says what is reduced together: parameters may have been frozen since, or set free."""
         self._spare = [member for member in members if member.spare]
         # The backward reaches the last parameters first.
-        self._turns = self._pack([m for m in reversed(members) if not m.spare])
-        self._order = BucketOrder(self._turns)
-        self._trained = [*self._spare, *(member for turn in self._turns for member in turn.bucket.members)]
+        self._buckets = self._pack([m for m in reversed(members) if not m.spare])
+        self._order = BucketOrder(self._buckets)
+        self._trained = [*self._spare, *(member for bucket in self._buckets for member in bucket.members)]
         self._apart = [member for member in self._trained if member.sharded is None]
-        last = self._turns[-1].bucket.members if self._turns else ()
+        last = self._buckets[-1].members if self._buckets else ()
         self._of_last_bucket = {id(member.parameter) for member in last}
         self._by_stage = {}
         for member in members:
@@ -124,7 +123,7 @@ class GradientReducer:
                 self._by_stage.setdefault(stage, []).append(member)
         self._orders_of_stages = {}
         for stage in self._by_stage if self._in_every_backward else ():
-            own = [turn for turn in self._turns if _is_sharded_in(turn, stage)]
+            own = [bucket for bucket in self._buckets if _is_sharded_in(bucket, stage)]
             self._orders_of_stages[stage] = BucketOrder(own, is_last=False)
 
     def on_backward(self, stage: int, *, begins: bool, last: bool, whole: bool = True) -> None:
@@ -170,10 +169,10 @@ class GradientReducer:
         """Reduces the rest, writes the sums into the gradients, and tells whether there were any."""
         self._order.start_rest()
         spare = self._pack(self._used_spare())
-        for turn in spare:
-            turn.bucket.start()
-        for turn in (*self._turns, *spare):
-            turn.bucket.finish(self._divisor * loss_scale)
+        for bucket in spare:
+            bucket.start()
+        for bucket in (*self._buckets, *spare):
+            bucket.finish(self._divisor * loss_scale)
         found = any(member.has_gradient for member in self._trained)
         for member in self._apart if self._earlier else ():
             self._add_earlier(member.parameter)
@@ -195,7 +194,7 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
 
-    def _pack(self, members: Sequence[Reduced]) -> list[Turn]:
+    def _pack(self, members: Sequence[Reduced]) -> list[Bucket]:
         """Buckets of one group, type and device each, in the order in which they can start."""
         packed: list[list[Reduced]] = []
         last: dict[int, int] = {}
@@ -217,10 +216,8 @@ class GradientReducer:
             sizes[id(together)] += member.num_bytes
             last[id(together)] = position
         packed.sort(key=lambda together: last[id(together)])
-        return [
-            Turn(self._bucket(together, number, last=len(packed) - 1), late=together[0].late)
-            for number, together in enumerate(packed)
-        ]
+        last_one = len(packed) - 1
+        return [self._bucket(each, number, is_last=number == last_one) for number, each in enumerate(packed)]
 
     def _kind(self, member: Reduced) -> tuple[object, ...]:
         """The key that all members of a bucket share."""
@@ -228,20 +225,15 @@ class GradientReducer:
         stages = member.stages if cut and self._in_every_backward else None
         return cut, id(member.group), parameter.dtype, parameter.device, member.late, stages
 
-    def _bucket(self, members: Sequence[Reduced], number: int, *, last: int) -> Bucket:
-        if not self._settles:
-            return self._bucket_of_replicas(members, number, last=last)
-        alone = members[0].group is None
-        return SettledBucket(members, None if alone else self._bucket_of_replicas(members, number, last=last))
-
-    def _bucket_of_replicas(self, members: Sequence[Reduced], number: int, *, last: int) -> Bucket:
-        first = members[0]
-        assert first.group is not None
+    def _bucket(self, members: Sequence[Reduced], number: int, *, is_last: bool) -> Bucket:
+        first, settles = members[0], self._settles
+        if first.group is None:
+            return Bucket(members, settles=settles)
         if first.sharded is not None:
-            return ShardedBucket(members, first.group, self._replica_group)
+            return ShardedBucket(members, first.group, self._replica_group, settles=settles)
         if self._make_bucket is None or first.late:
-            return SummedBucket(members, first.group)
-        return self._make_bucket(members, first.group, number, number == last)
+            return SummedBucket(members, first.group, settles=settles)
+        return self._make_bucket(members, first.group, number, is_last)
 
     def _add_earlier(self, parameter: nn.Parameter) -> None:
         earlier = self._earlier.pop(id(parameter), None)
@@ -249,9 +241,9 @@ class GradientReducer:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
-def _is_sharded_in(turn: Turn, stage: int) -> bool:
+def _is_sharded_in(bucket: Bucket, stage: int) -> bool:
     """Whether it has the gradients of sharded parameters of this stage, of no others."""
-    return not turn.late and all(m.sharded is not None and m.stages == {stage} for m in turn.bucket.members)
+    return not bucket.late and all(m.sharded is not None and m.stages == {stage} for m in bucket.members)
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,34 +157,12 @@ class _Forecast:
 log = logging.getLogger(__name__)
 
 
-class Arrivals(Protocol):
-    """Gathers and releases rows.
+class AllAtOnce:
+    """Gathers all rows at the start of a step, in the order of use, and keeps them.
 
     Attributes:
         to_come: id of a parameter -> number of its parcel, for those that are to be asked for.
     """
-
-    to_come: dict[int, int]
-
-    def begin(self) -> None:
-        """Starts a step: no rows are here except those that need no gathering."""
-        ...
-
-    def use(self, *numbers: int) -> None:
-        """Has parcels at hand, all of them together."""
-        ...
-
-    def end(self) -> None:
-        """The step has ended, and parameters are sharded again."""
-        ...
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """A context for what computes."""
-        ...
-
-
-class AllAtOnce:
-    """Gathers all rows at the start of a step, in the order of use, and keeps them."""
 
     def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int]):
         self._parcels = parcels
@@ -192,14 +170,14 @@ class AllAtOnce:
         self.to_come = to_come
 
     def begin(self) -> None:
-        """Starts to gather."""
+        """Starts to gather; no rows are here except those that need no gathering."""
         for number, parcel in enumerate(self._parcels):
             if not parcel.is_here:
                 parcel.gather()
                 self.to_come.update((id(each.parameter), number) for each in parcel.parameters)
 
     def use(self, *numbers: int) -> None:
-        """Waits for parcels."""
+        """Has parcels at hand, all of them together."""
         for number in numbers:
             self._parcels[number].arrive()
             for each in self._parcels[number].parameters:
@@ -210,23 +188,22 @@ class AllAtOnce:
         self.use(*range(len(self._parcels)))
 
     def end(self) -> None:
-        """Their memory is for the next step."""
+        """The step has ended, and parameters are sharded again: their memory is for the next one."""
         self.to_come.clear()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Custom functions get parameters that are there."""
+        """A context for what computes: custom functions get parameters that are there."""
         return absent_arguments_brought() if self._gathers else nullcontext()
 
 
-class InTurns:
+class InTurns(AllAtOnce):
     """Gathers rows at their use or shortly before, and releases them when room is short.
 
     Ranks of a group gather together, so all of them must use the same parameters in the same order.
     """
 
     def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, most: int, bring: Bring):
-        self._parcels = parcels
-        self.to_come = to_come
+        super().__init__(parcels, to_come)
         self._bring = bring
         self._in_use: tuple[int, ...] = ()
         self._saved = SavedRows(self._memory_of, bring)

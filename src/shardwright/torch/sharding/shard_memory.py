@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Protocol
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -28,52 +28,69 @@ Wait = Callable[[], None]
 _NUMBER_BYTES = 8
 
 
-class ShardMemory(Protocol):
-    """Memory for some parameters of one type.
+class ShardMemory:
+    """Memory for some parameters of one type; each rank has its rows, and for a while all rows.
 
     Attributes:
         gathers: rows have to be brought together.
     """
 
-    layout: ShardLayout
-    gathers: bool
+    gathers = True
+
+    def __init__(self, layout: ShardLayout, rank: int, rows: Tensor):
+        self.layout = layout
+        self._rank = rank
+        self._rows = rows
+        self._memory: Tensor | None = None
 
     def whole(self, index: int) -> Tensor:
         """All rows of a parameter; they hold values while they are gathered."""
-        ...
+        shape, first = self.layout.shapes[index], self.layout.whole_start(index)
+        return self.gathered()[first : first + prod(shape)].view(shape)
 
     def rows(self, index: int) -> Tensor:
         """The rows of this rank."""
-        ...
+        shape, first = self.layout.piece_shape(index, self._rank), self.layout.starts[index]
+        return self._rows[first : first + prod(shape)].view(shape)
 
     def gather(self) -> Wait:
         """Starts to bring all rows together."""
-        ...
+        raise NotImplementedError
 
     def gathered(self) -> Tensor:
-        """The memory with all rows."""
-        ...
+        """The memory with all rows, and numbers behind them."""
+        assert self._memory is not None
+        return self._memory
 
     def release(self) -> None:
         """Releases memory for all rows; whatever looks at it keeps it."""
-        ...
+        self._memory = None
+
+    def _compare_numbers(self, memory: Tensor) -> None:
+        """Refuses rows of other parameters, which other ranks may have sent."""
+        found, own = memory[self.layout.whole_size :], self._rows[self.layout.shard_size :]
+        theirs, ours = found.view(torch.uint8).view(-1, own.nbytes), own.view(torch.uint8)
+        if not torch.equal(theirs, ours.expand_as(theirs)):
+            ranks = (theirs != ours).any(1).nonzero().flatten().tolist()
+            raise TraceMismatchError(
+                f"the ranks {ranks} of the group that shares parameters use them in another order than this "
+                "one. Where sdp_max_live_parameters has them gather parameters as they are used, all "
+                "replicas must use the same ones in the same order: raise it, so that all are gathered at "
+                "once."
+            )
 
 
-class _HostMemory:
+class _HostMemory(ShardMemory):
     """Memory that the ranks of a host share; each writes to its own rows."""
 
     gathers = False
 
     def __init__(self, layout: ShardLayout, dtype: torch.dtype, communicator: Communicator):
-        self.layout = layout
-        self._rank = communicator.rank
         # Parts of layers may be empty on this rank, and there is no memory of 0 bytes to share.
         num_bytes = max(layout.whole_size, 1) * dtype.itemsize
-        self._memory = communicator.share_memory(num_bytes).view(dtype)
-
-    def whole(self, index: int) -> Tensor:
-        """All rows of a parameter."""
-        return _whole(self._memory, self.layout, index)
+        memory = communicator.share_memory(num_bytes).view(dtype)
+        super().__init__(layout, communicator.rank, memory)
+        self._memory = memory
 
     def rows(self, index: int) -> Tensor:
         """The rows of this rank, a part of all."""
@@ -84,39 +101,17 @@ class _HostMemory:
         """They are there, as soon as all ranks have met."""
         return lambda: None
 
-    def gathered(self) -> Tensor:
-        """The memory with all rows."""
-        return self._memory
-
     def release(self) -> None:
         """They stay: this memory has the rows of this rank."""
 
 
-class _HostsMemory:
-    """Each rank has its rows; all rows are gathered into memory that the ranks of a host share."""
+class _HostsMemory(ShardMemory):
+    """All rows are gathered into memory that the ranks of a host share."""
 
-    gathers = True
-
-    def __init__(
-        self,
-        layout: ShardLayout,
-        dtype: torch.dtype,
-        communicator: Communicator,
-        number: int,
-    ):
-        self.layout = layout
+    def __init__(self, layout: ShardLayout, dtype: torch.dtype, communicator: Communicator, number: int):
+        super().__init__(layout, communicator.rank, _numbered_rows(layout, dtype, number))
         self._communicator = communicator
-        self._rows = _numbered_rows(layout, dtype, number)
         self._pieces = (*layout.piece_sizes, self._rows.numel() - layout.shard_size)
-        self._memory: Tensor | None = None
-
-    def whole(self, index: int) -> Tensor:
-        """All rows of a parameter; they hold values while they are gathered."""
-        return _whole(self.gathered(), self.layout, index)
-
-    def rows(self, index: int) -> Tensor:
-        """The rows of this rank."""
-        return _rows(self._rows, self.layout, index, self._communicator.rank)
 
     def gather(self) -> Wait:
         """Starts to bring all rows together, in the thread of the shard group."""
@@ -136,24 +131,13 @@ class _HostsMemory:
         def wait() -> None:
             memory: Tensor = done.wait()
             self._memory = memory
-            _compare_numbers(memory[self.layout.whole_size :], self._rows[self.layout.shard_size :])
+            self._compare_numbers(memory)
 
         return wait
 
-    def gathered(self) -> Tensor:
-        """The memory with all rows, and numbers behind them."""
-        assert self._memory is not None
-        return self._memory
 
-    def release(self) -> None:
-        """Releases memory for all rows; the next time, others take part in new memory."""
-        self._memory = None
-
-
-class _DeviceMemory:
-    """Every rank has its rows, and memory for all rows."""
-
-    gathers = True
+class _DeviceMemory(ShardMemory):
+    """Every rank has memory for all rows."""
 
     def __init__(
         self,
@@ -163,19 +147,8 @@ class _DeviceMemory:
         device: torch.device,
         number: int,
     ):
-        self.layout = layout
+        super().__init__(layout, dist.get_rank(group), _numbered_rows(layout, dtype, number).to(device))
         self._group = group
-        self._rank = dist.get_rank(group)
-        self._rows = _numbered_rows(layout, dtype, number).to(device)
-        self._memory: Tensor | None = None
-
-    def whole(self, index: int) -> Tensor:
-        """All rows of a parameter; they hold values while they are gathered."""
-        return _whole(self.gathered(), self.layout, index)
-
-    def rows(self, index: int) -> Tensor:
-        """The rows of this rank."""
-        return _rows(self._rows, self.layout, index, self._rank)
 
     def gather(self) -> Wait:
         """Starts to bring all rows together."""
@@ -193,18 +166,9 @@ class _DeviceMemory:
             for work in works:
                 work.wait()
             if memory.device.type == "cpu":
-                _compare_numbers(memory[layout.whole_size :], own[layout.shard_size :])
+                self._compare_numbers(memory)
 
         return wait
-
-    def gathered(self) -> Tensor:
-        """The memory with all rows, and numbers behind them."""
-        assert self._memory is not None
-        return self._memory
-
-    def release(self) -> None:
-        """Releases memory for all rows."""
-        self._memory = None
 
 
 def memory_for(
@@ -239,31 +203,3 @@ def _numbered_rows(layout: ShardLayout, dtype: torch.dtype, number: int) -> Tens
     packed = torch.frombuffer(bytearray(number.to_bytes(_NUMBER_BYTES, "little")), dtype=torch.uint8)
     rows[layout.shard_size :].view(torch.uint8)[:_NUMBER_BYTES] = packed
     return rows
-
-
-def _compare_numbers(found: Tensor, own: Tensor) -> None:
-    """Refuses rows of other parameters, which other ranks may have sent."""
-    theirs, ours = found.view(torch.uint8).view(-1, own.nbytes), own.view(torch.uint8)
-    if not torch.equal(theirs, ours.expand_as(theirs)):
-        ranks = (theirs != ours).any(1).nonzero().flatten().tolist()
-        raise TraceMismatchError(
-            f"the ranks {ranks} of the group that shares parameters use them in another order than this one. "
-            "Where sdp_max_live_parameters has them gather parameters as they are used, all replicas must "
-            "use the same ones in the same order: raise it, so that all are gathered at once."
-        )
-
-
-def _whole(memory: Tensor, layout: ShardLayout, index: int) -> Tensor:
-    shape = layout.shapes[index]
-    first = layout.whole_start(index)
-    return memory[first : first + _numel(shape)].view(shape)
-
-
-def _rows(memory: Tensor, layout: ShardLayout, index: int, rank: int) -> Tensor:
-    shape = layout.piece_shape(index, rank)
-    first = layout.starts[index]
-    return memory[first : first + _numel(shape)].view(shape)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

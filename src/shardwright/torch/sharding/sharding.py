@@ -28,7 +28,7 @@ from shardwright.torch.parameters.delayed_initialization import recorded_values
 from shardwright.torch.parameters.parameter_kinds import watch_parameters
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.modules import all_modules, user_line
-from shardwright.torch.sharding.arrivals import AllAtOnce, Arrivals, InTurns
+from shardwright.torch.sharding.arrivals import AllAtOnce, InTurns
 from shardwright.torch.sharding.parcel import Parcel, parcels_of
 from shardwright.torch.sharding.shard_memory import memory_for
 from shardwright.torch.sharding.sharded_parameter import ShardedParameter
@@ -67,14 +67,14 @@ class Sharding:
         }
         to_come: dict[int, int] = {}
         self._at_once = AllAtOnce(self._parcels, to_come)
-        self._as_used: Arrivals = AllAtOnce(self._parcels, to_come)
+        self._as_used = AllAtOnce(self._parcels, to_come)
         if any(parcel.memory.gathers for parcel in self._parcels):
             if size > most:
                 _refuse_parts_in_turns(parameters, size, most)
                 self._as_used = InTurns(self._parcels, to_come, most=most, bring=self._bring)
             for module in all_modules(model):
                 watch_parameters(module, to_come, self._use)
-        self._arrivals: Arrivals = self._at_once
+        self._arrivals = self._at_once
         if context.mesh.pipeline == 1:  # a model over stages is called in steps only
             model.register_forward_pre_hook(_RefusesGradients(self))
         self.is_whole = False
@@ -141,7 +141,7 @@ class Sharding:
         """Has all rows come until they are used; collective over the shard group."""
         self._begin(self._as_used)
 
-    def _begin(self, arrivals: Arrivals) -> None:
+    def _begin(self, arrivals: AllAtOnce) -> None:
         if self.is_whole:
             return
         self._meet()  # all have updated their rows

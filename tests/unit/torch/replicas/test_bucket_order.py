@@ -14,14 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.comm.collectives import shardwright_process_group
-from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
+from shardwright.torch.replicas.bucket_order import BucketOrder
 from shardwright.torch.replicas.gradient_buckets import ShardedBucket
 
 
 class Noted:
     """A bucket that notes when it starts."""
 
-    def __init__(self, name, size, started):
+    def __init__(self, name, size, started, *, late=False):
+        self.late = late
         self.members = [SimpleNamespace(parameter=object()) for _ in range(size)]
         self._name, self._started = name, started
         self.holds = False
@@ -38,7 +39,7 @@ class Noted:
 def test_the_order_is_that_of_the_turns(sizes, random, is_last):
     started = []
     buckets = [Noted(name, size, started) for name, size in enumerate(sizes)]
-    order = BucketOrder([Turn(bucket) for bucket in buckets], is_last=is_last)
+    order = BucketOrder(buckets, is_last=is_last)
     for _ in range(2):
         started.clear()
         order.begin()
@@ -58,7 +59,7 @@ def test_the_order_is_that_of_the_turns(sizes, random, is_last):
 def test_no_more_than_two_buckets_hold_whole_gradients(num_buckets):
     """A backward faster than the network had all ranks hold all gradients whole at its end."""
     buckets = [Noted(name, 1, []) for name in range(num_buckets)]
-    order = BucketOrder([Turn(bucket) for bucket in buckets])
+    order = BucketOrder(buckets)
     for bucket in buckets:
         order.is_there(bucket.members[0].parameter)
         assert sum(other.holds for other in buckets) <= 2
@@ -67,8 +68,10 @@ def test_no_more_than_two_buckets_hold_whole_gradients(num_buckets):
 
 def test_late_buckets_hold_up_those_behind_until_the_end():
     started = []
-    early, late, behind = (Noted(name, 1, started) for name in ("early", "late", "behind"))
-    order = BucketOrder([Turn(early), Turn(late, late=True), Turn(behind)])
+    early, late, behind = (
+        Noted(name, 1, started, late=name == "late") for name in ("early", "late", "behind")
+    )
+    order = BucketOrder([early, late, behind])
     for bucket in (behind, late, early):
         order.is_there(bucket.members[0].parameter)
     assert started == [("early", True)]

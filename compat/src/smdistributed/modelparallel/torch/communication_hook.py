@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from shardwright.errors import UsageError
-from shardwright.torch.replicas.gradient_buckets import Reduced, flags_of, gradient_of, hand_out
+from shardwright.torch.replicas.gradient_buckets import Bucket, Reduced, flags_of, gradient_of, hand_out
 from shardwright.torch.replicas.replicas import Replicas
 from smdistributed.modelparallel.torch.state_mod import current_run
 
@@ -84,7 +84,7 @@ class _GradientsOfBucket:
         return self._is_last
 
 
-class HookedBucket:
+class HookedBucket(Bucket):
     """A bucket that a hook reduces."""
 
     def __init__(
@@ -96,7 +96,7 @@ class HookedBucket:
         *,
         hook: Callable[[_GradientsOfBucket], Any],
     ):
-        self.members = members
+        super().__init__(members)
         self._group = group
         self._hook = hook
         self._index = index
@@ -119,9 +119,6 @@ class HookedBucket:
                 f"the communication hook returns a {type(self._future).__name__}, but it must return a "
                 "torch.futures.Future of the reduced gradients, as hooks of DistributedDataParallel do."
             )
-
-    def let_go(self) -> None:
-        """It holds the same all along."""
 
     def abort(self) -> None:
         """Forgets what was started."""
