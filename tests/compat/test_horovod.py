@@ -137,6 +137,43 @@ def test_an_optimizer_averages_behind_a_scheduler_and_by_a_closure():
             torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
 
 
+def _gradients():
+    """Of each collective, the gradient of a sum with weights that differ by rank; means of whole numbers."""
+    horovod.provide()
+    import horovod.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+
+    def gradient(collective, *shape):
+        given = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+        made = collective(given)
+        weights = torch.arange(1, made.numel() + 1, dtype=torch.float64).reshape(made.shape)
+        (made * weights * 10**rank).sum().backward()
+        return given.grad.tolist()
+
+    with pytest.raises(UsageError, match=r"'max' has no gradient.*detach"):
+        gradient(lambda x: hvd.allreduce(x, op=hvd.Max), 2)
+    return {
+        "mean": gradient(hvd.allreduce, 2),
+        "sum": gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=3.0), 2),
+        "rows": gradient(hvd.allgather, rank + 1, 2),
+        "numbers": gradient(hvd.allgather),
+        "of rank 1": gradient(lambda x: hvd.broadcast(x, 1), 2),
+        "has none": hvd.allreduce_async(torch.ones(2, requires_grad=True)).requires_grad,
+        "whole": hvd.allreduce(torch.tensor([-3, 2, 4]) * rank).tolist(),
+    }
+
+
+def test_collectives_have_the_gradients_of_horovod():
+    """They were constants, which trained something else; the mean of whole numbers was an error."""
+    same = {"mean": [5.5, 11.0], "sum": [33.0, 66.0], "has none": False, "whole": [-1, 1, 2]}
+    first, second = run_ranks(_gradients, 2)
+    assert first == same | {"rows": [[11.0, 22.0]], "numbers": 11.0, "of rank 1": [0.0, 0.0]}
+    rows = [[33.0, 44.0], [55.0, 66.0]]
+    assert second == same | {"rows": rows, "numbers": 22.0, "of rank 1": [11.0, 22.0]}
+
+
 def _beside_smp():
     horovod.provide()
     import horovod.torch as hvd

@@ -7,6 +7,7 @@
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,14 @@ class DataRanks:
     group: dist.ProcessGroup | None
 
     def sums(self, tensors: list[Tensor], *, divisor: int = 1) -> list[Tensor]:
-        """The sums over all ranks, in memory of their own; collective."""
+        """The sums over all ranks, in memory of their own; collective. Whole numbers round towards 0."""
+        if divisor != 1 and not all(map(_is_divisible, tensors)):
+            whole = iter(self.sums([each for each in tensors if not _is_divisible(each)]))
+            others = iter(self.sums([each for each in tensors if _is_divisible(each)], divisor=divisor))
+            return [
+                next(others) if _is_divisible(each) else next(whole).div(divisor, rounding_mode="trunc")
+                for each in tensors
+            ]
         if self.size == 1:
             return [tensor / divisor if divisor != 1 else tensor.clone() for tensor in tensors]
         return sums_over(self.group, tensors, divisor=divisor)
@@ -87,9 +95,29 @@ class DataRanks:
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
 
+    def own_rows(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """The sum over all ranks of a tensor shaped as by `gathered`, and of it this rank's rows; collective.
+
+        Args:
+            shape: what this rank gave to `gathered`.
+        """
+        count = shape[0] if len(shape) else 1
+        before = int(self.gathered(torch.tensor(count))[: self.rank].sum())
+        (total,) = self.sums([tensor])
+        return total[before : before + count].reshape(*shape)
+
+    def sum_at(self, tensor: Tensor, root: int) -> Tensor:
+        """The sum over all ranks at one of them, and zeros elsewhere; collective."""
+        (total,) = self.sums([tensor])
+        return total if self.rank == root else total.zero_()
+
     def objects(self, value: Any) -> list[Any]:
         """The objects of all ranks, by rank, of kinds that `codec` takes; collective."""
         return tell_all(value, group=self.group, objects=True) if self.size > 1 else [value]
+
+
+def _is_divisible(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class _Joined:

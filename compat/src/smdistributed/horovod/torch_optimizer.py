@@ -95,6 +95,7 @@ class _Averaging(Optimizer):
                 self.synchronize()
             return loss if loss is None else self._over_ranks([torch.as_tensor(loss).detach()])[0]
 
+        result: Any
         if closure is not None:
             result = super().step(closure if self._skips else over_ranks)
         else:

@@ -4,11 +4,12 @@ Beside ``smp.init({"horovod": True, ...})`` the ranks are the replicas, and the 
 gradients and starts them alike itself: `DistributedOptimizer` and `broadcast_parameters` leave it to that.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shardwright.errors import UsageError
 from shardwright.run.context import is_initialized as _beside_a_run
@@ -47,12 +48,35 @@ __all__ = [
 
 __getattr__ = _names_not_here(__name__)
 
+_OfTensor = Callable[[Tensor], Tensor]
+
 
 class Compression:
     """How gradients travel: as they are, or in 16 bits."""
 
     none = "none"
     fp16 = "fp16"
+
+
+class _Collective(torch.autograd.Function):
+    """A collective, and the one that makes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, collective: _OfTensor, gradient: _OfTensor) -> Tensor:
+        ctx.gradient = gradient
+        return collective(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient(gradient), None, None
+
+
+def _differentiable(tensor: Tensor, collective: _OfTensor, gradient: _OfTensor) -> Tensor:
+    if not tensor.requires_grad:
+        return collective(tensor)
+    found: Tensor = _Collective.apply(tensor, collective, gradient)  # type: ignore[no-untyped-call]
+    return found
 
 
 def allreduce(
@@ -64,14 +88,29 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """A tensor over all ranks, in memory of its own.
+    """A tensor over all ranks, in memory of its own. Its gradient is reduced likewise.
 
     Args:
         average: True for the mean, False for the sum; None to go by `op`.
         name: changes nothing.
     """
     chosen = op if average is None else (Average if average else Sum)
-    ranks, given = _data_ranks(), tensor.detach()
+
+    def reduced(each: Tensor) -> Tensor:
+        return _reduced(each, chosen, compression, prescale_factor, postscale_factor)
+
+    def gradient(each: Tensor) -> Tensor:
+        if chosen in (Min, Max):
+            raise UsageError(f"hvd.allreduce by {chosen!r} has no gradient. Give it tensor.detach().")
+        return reduced(each)
+
+    return _differentiable(tensor, reduced, gradient)
+
+
+def _reduced(
+    given: Tensor, chosen: str | None, compression: str, prescale_factor: float, postscale_factor: float
+) -> Tensor:
+    ranks, dtype = _data_ranks(), given.dtype
     if prescale_factor != 1.0:
         given = given * prescale_factor
     if compression == Compression.fp16 and given.is_floating_point():
@@ -82,7 +121,7 @@ def allreduce(
         made = ranks.extreme(given, largest=chosen == Max)
     else:
         raise UsageError(f"{chosen!r} is no reduction: use hvd.Average, hvd.Sum, hvd.Min or hvd.Max.")
-    made = made.to(tensor.dtype)
+    made = made.to(dtype)
     return made * postscale_factor if postscale_factor != 1.0 else made
 
 
@@ -93,8 +132,8 @@ def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As `allreduce`, for `synchronize`; it has ended when this returns."""
-    return allreduce(tensor, *args, **kwargs)
+    """As `allreduce`, for `synchronize`; it has ended when this returns, and has no gradient."""
+    return allreduce(tensor.detach(), *args, **kwargs)
 
 
 def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -113,13 +152,22 @@ def poll(handle: Tensor) -> bool:
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
-    """The rows of all ranks, by rank, which may have different numbers of them."""
-    return _data_ranks().gathered(tensor.detach())
+    """The rows of all ranks, by rank, which may have different numbers of them.
+
+    Its gradient is that of this rank's rows, summed over all ranks.
+    """
+    ranks = _data_ranks()
+    return _differentiable(tensor, ranks.gathered, lambda each: ranks.own_rows(each, tensor.shape))
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """The tensor of one rank, on all, in memory of its own."""
-    return _data_ranks().broadcast([tensor.detach()], root_rank)[0]
+    """The tensor of one rank, on all, in memory of its own. That rank gets the sum of the gradients."""
+    ranks = _data_ranks()
+    return _differentiable(
+        tensor,
+        lambda each: ranks.broadcast([each], root_rank)[0],
+        lambda each: ranks.sum_at(each, root_rank),
+    )
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
