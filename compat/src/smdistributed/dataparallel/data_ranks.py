@@ -104,7 +104,7 @@ class DataRanks:
         count = shape[0] if len(shape) else 1
         before = int(self.gathered(torch.tensor(count))[: self.rank].sum())
         (total,) = self.sums([tensor])
-        return total[before : before + count].reshape(*shape)
+        return total[before : before + count].reshape(tuple(shape))
 
     def sum_at(self, tensor: Tensor, root: int) -> Tensor:
         """The sum over all ranks at one of them, and zeros elsewhere; collective."""

@@ -156,8 +156,8 @@ def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
 
     Its gradient is that of this rank's rows, summed over all ranks.
     """
-    ranks = _data_ranks()
-    return _differentiable(tensor, ranks.gathered, lambda each: ranks.own_rows(each, tensor.shape))
+    ranks, shape = _data_ranks(), tensor.shape
+    return _differentiable(tensor, ranks.gathered, lambda each: ranks.own_rows(each, shape))
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
