@@ -30,6 +30,31 @@ def group():
     return dist.new_group(backend="shardwright")
 
 
+def test_a_group_after_a_destroyed_one_does_not_read_its_keys():
+    """The names, and so the store's keys, are those of the life before: the second one failed or hung."""
+
+    def live_often():
+        register_backend()
+        found = []
+        # The first subgroup of each life has the name of the one before, but not its ranks, nor their number.
+        for members in ([0, 1], [1, 2], [0, 1, 2]):
+            dist.init_process_group("shardwright")
+            rank = dist.get_rank()
+            for group_ in (dist.group.WORLD, dist.new_group(members)):
+                if group_ is not dist.GroupMember.NON_GROUP_MEMBER:
+                    total = torch.tensor([2.0**rank])
+                    dist.all_reduce(total, group=group_)
+                    found.append(total.item())
+            dist.destroy_process_group()
+        return found
+
+    assert run_ranks(live_often, 3, init_process_group=False) == [
+        [7, 3, 7, 7, 7],
+        [7, 3, 7, 6, 7, 7],
+        [7, 7, 6, 7, 7],
+    ]
+
+
 @pytest.mark.parametrize("by_gloo", [False, True])
 def test_collectives_of_torch_distributed(by_gloo):
     def compare():

@@ -52,6 +52,7 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ):
         super().__init__(rank, num_ranks)
         timeout_s = timeout.total_seconds()
+        store = _of_this_life(store, num_ranks)
         self._gloo = gloo_group(PrefixStore("gloo", store), rank, num_ranks, timeout_s=timeout_s)
         world_rank = dist.get_rank() if dist.is_initialized() else rank
         self.communicator = connect(
@@ -283,6 +284,17 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         return self._stock(tensors).recv_anysource(tensors, tag)
+
+
+def _of_this_life(store: Store, num_ranks: int) -> Store:
+    """The store under a prefix that no earlier group of its name has used.
+
+    torch.distributed gives the group after a `destroy_process_group` the name, and so the keys, of the one
+    before. No rank can have joined a group before all have counted themselves, so who is still leaving it
+    was counted already. Each size counts its own: a later group of this name may have other ranks.
+    """
+    life = (store.add(f"lives of {num_ranks}", 1) - 1) // num_ranks
+    return PrefixStore(f"{num_ranks}/{life}", store)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
