@@ -158,8 +158,7 @@ def stage_bytes(
     mlps = (1 - dense) * shape.shared_parameters + dense * shape.dense_parameters
     apart = (shape.attention_parameters + mlps) / t + shape.latent_parameters
     block = apart + routed
-    tables = np.where(p > 1, 1.0, np.where(shape.tied > 0, 1.0, 2.0))
-    owned = blocks * apart + tables * shape.embedding_parameters / t
+    owned = blocks * apart + shape.table_parameters(p) / t
     share = shape.trained
     states = state_bytes(owned, options, precision, trained=share)
     divided = replace(options, shard=options.expert_shard)

@@ -190,3 +190,8 @@ class Shape(Columns):
     def embedding_parameters(self) -> Numbers:
         """Parameters of the embedding of tokens, or of the head."""
         return self.vocabulary * self.hidden
+
+    def table_parameters(self, pipeline: Numbers) -> Numbers:
+        """Parameters of those on one of so many pipeline ranks."""
+        both = (np.asarray(pipeline) == 1) & (np.asarray(self.tied) == 0)
+        return np.where(both, 2.0, 1.0) * self.embedding_parameters

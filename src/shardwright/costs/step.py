@@ -132,11 +132,11 @@ def exposed_seconds(
 
 
 def _rank_parameters(shape: Shape, options: Options) -> Numbers:
-    """Parameters that a pipeline rank has, over its tensor parallel ranks, with an embedding."""
+    """Parameters that a pipeline rank has, over its tensor parallel ranks, with its tables."""
     blocks = shape.layers / options.pipeline
     experts = np.maximum(1.0, shape.experts / options.expert)
     block = shape.attention_parameters + shape.held_parameters(experts)
-    split = (blocks * block + shape.embedding_parameters) / options.tensor
+    split = (blocks * block + shape.table_parameters(options.pipeline)) / options.tensor
     return split + blocks * shape.latent_parameters
 
 

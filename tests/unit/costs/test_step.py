@@ -112,6 +112,20 @@ def test_recomputation_takes_time_and_spares_memory(shape, options):
     assert kept[0] >= kept[2]
 
 
+def test_a_head_of_its_own_is_gathered_summed_and_updated():
+    """Both tables lie on one rank, unless pipeline ranks have one each."""
+    tied = Shape.of(find_architecture("llama3-8b"))
+    tied, apart = replace(tied, tied=1.0), replace(tied, tied=0.0)
+    share = 1 + tied.embedding_parameters / (tied.layers * tied.block_parameters + tied.embedding_parameters)
+    ways = Options(data=16.0, shard=16.0, sharded=int(Sharded.PARAMETERS))
+    reached = replace(REACHED, exposed=1.0)
+    for name in ("gather", "reduce_scatter", "update"):
+        one, two = (float(getattr(step_seconds(s, ways, A100, reached), name)) for s in (tied, apart))
+        assert two / one == pytest.approx(share, rel=1e-3)
+    pipelined = replace(ways, pipeline=2.0, microbatches=4.0)
+    assert step_seconds(tied, pipelined, A100, REACHED) == step_seconds(apart, pipelined, A100, REACHED)
+
+
 def test_a_published_run_that_was_predicted_closely():
     """GPT-3 on 384 A100: 76.8 s a step, Narayanan et al. 2021, arXiv:2104.04473, table 2."""
     shape = replace(Shape.of(find_architecture("gpt3-175b")), vocabulary=51200.0)
