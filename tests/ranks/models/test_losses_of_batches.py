@@ -249,6 +249,29 @@ def test_a_sum_divided_by_another_number_in_each_microbatch_is_refused() -> None
         run_ranks(_divided_by_a_running_number, 2)
 
 
+def _divided_by_a_number_of_its_weights(kind: str) -> None:
+    sw.init({**QUIET, "microbatches": 4, **KINDS[kind]})
+    model = sw.DistributedModel(Net().to(D))
+
+    @sw.step
+    def train(model: Any, x: Tensor, weights: Tensor) -> Tensor:
+        losses = model(x).square().mean((1, 2))
+        loss = (losses * weights).sum() / weights.sum().item()
+        model.backward(loss)
+        return loss
+
+    train(model, _batch(16, 0)[0], torch.linspace(2, 5, 16, dtype=D))
+
+
+@pytest.mark.parametrize("kind", ["stages", "replicas"])
+def test_a_sum_divided_by_a_number_that_is_read_is_refused_where_it_differs(kind: str) -> None:
+    """Over stages it was taken for a sum, with as many times the gradient as there are microbatches."""
+    with pytest.raises(
+        RanksFailedError, match=r"it divides a sum by \S+ in one microbatch, by \S+ in another"
+    ):
+        run_ranks(_divided_by_a_number_of_its_weights, 2, kind)
+
+
 def _counted_over_uneven_replicas() -> float:
     sw.init({**QUIET, "pipeline_parallel_degree": 1})
     torch.manual_seed(0)
@@ -310,12 +333,19 @@ def _mixed(z: Tensor, reward: Tensor) -> Tensor:
     return (z[:, 0] - 0.3 * reward - 0.7 * reward[torch.randperm(len(reward))]).square().mean()
 
 
+def _nearest(z: Tensor, reward: Tensor) -> Tensor:
+    with torch.no_grad():
+        nearest = torch.cdist(z, z).fill_diagonal_(9e9).argmin(1)
+    return (z - z[nearest] - reward[:, None]).square().mean()
+
+
 OF_DATA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean() over the samples of its data": lambda z, reward: (
         -(z[:, 0] * (reward - reward.mean()) / reward.std()).mean()
     ),
     "mean() over the samples of its data ": _above_the_mean,
     "another order of its samples": _mixed,
+    "another order of its samples ": _nearest,
 }
 
 

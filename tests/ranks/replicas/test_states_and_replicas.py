@@ -324,5 +324,5 @@ def load_what_was_given(foreign: bool) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_an_optimizer_takes_all_of_the_state_that_it_gave(foreign):
-    """What it keeps beside its parameters was dropped; with one outside the model it refused its own state."""
+    """What it keeps beside parameters was dropped; with one outside the model it refused its own state."""
     assert run_ranks(load_what_was_given, 1, foreign) == [(1, True)]

@@ -9,13 +9,15 @@
 
 Numbers without gradients are marked where an operation goes over the samples, and followed to the operation
 that joins them with what is trained. A sum alone is none: ``(l * mask).sum() / mask.sum()`` is weighed by it.
-Another order of the samples is found where it is taken; not that of a sort, which goes by the samples alone.
+Another order of the samples is found where it is taken, and the nearest ones by a matrix of pairs; not that
+of a sort, which goes by the samples alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private.tensors import TorchFunctionMode, storage_key
@@ -33,6 +35,7 @@ _DIM_COMES_THIRD = frozenset("norm normalize quantile vector_norm".split())
 _COUNTS = frozenset("bincount count_nonzero sum".split())
 _KEPT_ABOVE = frozenset("clamp clamp_ clamp_min clip max maximum".split())
 _DRAW_ROWS = frozenset("randint randperm".split())
+_NEAREST = frozenset("argmax argmin max min topk".split())
 _TAKE_ROWS = frozenset("__getitem__ index_select take_along_dim gather".split())
 
 
@@ -101,6 +104,9 @@ class BatchData:
         of = args[0] if args else None
         if not isinstance(of, Tensor) or not of.dim():
             return
+        if name in _NEAREST and self._samples > 1 and of.shape == (self._samples, self._samples):
+            made = (item for item in leaves(result) if isinstance(item, Tensor) and item.dtype == torch.int64)
+            self._drawn.update({id(item): item for item in made})  # of each sample, the nearest other one
         if id(of) in self._drawn and name not in _TAKE_ROWS:  # permutation.to(device)
             self._drawn.update({id(item): item for item in leaves(result) if isinstance(item, Tensor)})
         if of.shape[0] != self._samples:

@@ -39,7 +39,9 @@ _FUSED = frozenset(
 )
 _PICKS = frozenset("Index IndexSelect MaskedSelect".split())
 _PARTS = frozenset("Select Slice Split SplitWithSizes Unbind UnsafeSplit".split())
-_PRODUCTS = frozenset("Mm Bmm Addmm Baddbmm Addbmm Cdist Pdist CdistForward PdistForward".split())
+_PRODUCTS = frozenset(
+    "Mm Bmm Addmm Baddbmm Addbmm Cdist Pdist CdistForward PdistForward EuclideanDist".split()
+)
 # What joins rows of a dim with others of it, and gives as many.
 _ALONG = frozenset("Cumsum Flip LogCumsumExp Logcumsumexp Roll".split())
 # What makes one number, or a few, of all rows, and follows from no sum of theirs.
@@ -324,6 +326,8 @@ class LossWalk:
 
     def _product(self, node: Any, name: str, depth: int) -> Flow:
         inputs = [child for child, _ in node.next_functions]
+        if "dist" in name.lower() and any(isinstance(flow, tuple) for flow in self._children(node, depth)):
+            raise Neither("it compares samples with values of the whole batch")
         shape = shape_behind(node) or ()
         rows = [size for size in shape[-2:] if size % self._samples == 0]
         if self._samples == 1 or len(rows) == 1 or prod(shape[:-2]) % self._samples == 0 < len(shape) - 2:

@@ -185,7 +185,8 @@ class LossWeights:
         if given or (len(self._parts) == 1 and self._replicas == 1):
             return Reduction.MEAN
         is_guess = form is not None and not form.is_certain
-        if form is None or is_guess or form.reduction is Reduction.WEIGHTED:
+        is_quotient = form is not None and form.divisor != 1
+        if form is None or is_guess or is_quotient or form.reduction is Reduction.WEIGHTED:
             here = self._form_here(loss, self._parts[index], form)
             if form is None or (is_guess and (here.reduction or not form.reduction)):
                 form = None  # the graph at hand knows better
@@ -195,13 +196,13 @@ class LossWeights:
                     reason = (
                         f"it divides a sum by {before:g} in one microbatch, by {here.divisor:g} in another"
                     )
-                    here = LossForm(Reduction.NEITHER, reason=reason)
+                    form, here = None, LossForm(Reduction.NEITHER, reason=reason)
             if form is None:
                 self.check([here])
             if here.counts:
                 self._count = self._alike([count() for count in here.counts])
                 self._look_for_clamped(form)
-            elif form is not None and not is_guess:
+            elif form is not None and form.reduction is Reduction.WEIGHTED and not is_guess:
                 self._warn_once(
                     "is a mean over labels that another stage counts: microbatches count by their samples. "
                     "Place the loss behind the last layer."

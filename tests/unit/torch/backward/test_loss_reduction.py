@@ -109,6 +109,9 @@ NEITHER: dict[str, Loss] = {
     ),
     "differences of pairs": lambda z, y, mask: (z[:, None, 0] - z[None, :, 0]).square().mean(),
     "distances": lambda z, y, mask: torch.cdist(z[:, 0], z[:, 1]).mean(),
+    "distances from means of classes": lambda z, y, mask: F.cross_entropy(
+        -torch.cdist(z[:, 0], F.one_hot(y[:, 0], 5).to(z.dtype).T @ z[:, 1]), y[:, 0]
+    ),
     "standard deviation": lambda z, y, mask: F.relu(1 - z[:, 0].std(0)).mean(),
     "covariance": lambda z, y, mask: (z[:, 0].T @ z[:, 0]).square().sum(),
     "dice": lambda z, y, mask: 1 - 2 * (z.sigmoid() * 0.5).sum() / (z.sigmoid().sum() + 3),
