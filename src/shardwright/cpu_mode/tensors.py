@@ -50,7 +50,12 @@ def named(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     first = args[0] if args else kwargs.get("device")
     if len(args) + len(kwargs) == 1 and isinstance(first, int) and not isinstance(first, bool):
         return plain("cuda", max(first, 0))
-    return plain(*args, **kwargs)
+    return _CPU if first == "cpu" and len(args) + len(kwargs) == 1 else plain(*args, **kwargs)
+
+
+def _is_the_host(device: Any) -> bool:
+    """Whether a script says the CPU; a tensor's own ``device``, which equals it, stands for a GPU."""
+    return device is _CPU or (isinstance(device, str) and device.startswith("cpu"))
 
 
 def put(owner: Any, name: str, function: Any) -> None:
@@ -216,7 +221,23 @@ _MAKERS = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new
 def put_in_force() -> None:
     cls: Any = Tensor
     plain_to = cls.to
-    put(cls, "to", sent_to_cpu(plain_to))
+    sent_to = sent_to_cpu(plain_to)
+
+    @functools.wraps(plain_to)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_the_host(args[0] if args else kwargs.get("device")) and script_asks():
+            return plain_to(self, *args[:3], **{**kwargs, "copy": True})
+        return sent_to(self, *args, **kwargs)
+
+    # From a GPU it is a copy, by which scripts keep weights that are trained on. In the other direction it is
+    # none: whether a tensor is there already is unknown here, where a GPU's would be the tensor itself, with
+    # what is written into it, and a leaf that an optimizer takes.
+    @functools.wraps(cls.cpu)
+    def cpu(self: Tensor, memory_format: Any = torch.preserve_format) -> Any:
+        return plain_to(self, device="cpu", memory_format=memory_format, copy=script_asks())
+
+    put(cls, "to", to)
+    put(cls, "cpu", cpu)
 
     @functools.wraps(cls.cuda)
     def cuda(

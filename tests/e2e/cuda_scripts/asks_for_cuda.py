@@ -92,6 +92,31 @@ def sends_tensors():
 
 
 @case
+def keeps_what_it_copies_to_the_host():
+    """As from a GPU; kept weights were those that are trained on, and went on with them."""
+    model = nn.Linear(2, 1).cuda()
+    before = model.weight.tolist()
+    kept = {name: value.cpu() for name, value in model.state_dict().items()}
+    host = torch.device("cpu")
+    copies = [kept["weight"], *(model.weight.to(each) for each in ("cpu", host, torch.device("cpu")))]
+    copies += [model.weight.to("cpu", torch.float32, True, False), model.weight.to(device="cpu")]
+    with torch.no_grad():
+        model.weight += 1
+    assert all(copy.tolist() == before for copy in copies)
+    model.load_state_dict(kept)
+    assert model.weight.tolist() == before
+    sum(copy.sum() for copy in copies[1:]).backward()
+    assert model.weight.grad.tolist() == [[5, 5]]
+    # Where it is already there is none, nor where a module moves as a whole.
+    x = torch.zeros(2, device="cuda")
+    assert x.to("cuda") is x.to(x.device) is x.cuda() is x.to(torch.float32) is x
+    weight = model.weight
+    assert model.cpu().weight is model.to("cpu").weight is weight
+    whole = torch.compile(lambda x: x.cpu() + x.to("cpu"), fullgraph=True, backend="aot_eager")
+    assert whole(x + 1).tolist() == [2, 2]
+
+
+@case
 def tells_types():
     x = torch.zeros(2, device="cuda")
     assert x.type() == "torch.cuda.FloatTensor"
