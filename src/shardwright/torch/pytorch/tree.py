@@ -156,9 +156,12 @@ def _flatten(tree: Any, items: list[Any], is_leaf: Callable[[Any], bool] | None)
 def _rebuild_dict(template: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     if type(template) is dict:
         return dict(zip(keys, values, strict=True))
-    result = copy.copy(template)
-    for key, value in zip(keys, values, strict=True):
-        result[key] = value
+    try:
+        result = copy.copy(template)
+        for key, value in zip(keys, values, strict=True):
+            result[key] = value
+    except TypeError:  # it cannot be changed
+        return type(template)(zip(keys, values, strict=True))
     return result
 
 
@@ -176,8 +179,11 @@ def _rebuild_dataclass(template: Any, keys: Sequence[Any], values: Sequence[Any]
 
 
 def _rebuild_list_subclass(template: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    result = copy.copy(template)
-    result[:] = values
+    try:
+        result = copy.copy(template)
+        result[:] = values
+    except TypeError:  # it cannot be changed
+        return type(template)(values)
     return result
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.utils.rnn import pack_sequence
 
 from shardwright.errors import UsageError
@@ -74,6 +75,7 @@ def test_flatten_and_rebuild_are_inverse(tree):
         UserDict(a=1, b=[2]),
         Special(loss=1, logits=2),
         {"nested": (Point(1, 2), Record(3))},
+        immutable_list([1, immutable_dict(a=2)]),
     ],
 )
 def test_containers_keep_their_class(tree):
