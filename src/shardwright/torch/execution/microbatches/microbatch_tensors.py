@@ -223,8 +223,8 @@ class MicrobatchTensors:
             raise TraceMismatchError(
                 f"{step.call} gave {item.dtype} in microbatch "
                 f"{self._index}, but {expected} in the trace, which is what the stage that needs it takes. "
-                "Let the type follow from the types of the batch and the parameters alone, and pass what turns "
-                "autocast on or off to the step function as an argument."
+                "Let the type follow from the types of the batch and the parameters alone, and pass what "
+                "turns autocast on or off to the step function as an argument."
             )
 
     def _store(self, keep: Keep, tensor: Tensor) -> None:
