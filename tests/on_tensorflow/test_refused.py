@@ -20,7 +20,7 @@ def _message(tf, sw, make):
     )
     model(tf.zeros([2, 8]))
     step = sw.step(make(tf, model))
-    if make in BATCHES:
+    if make is _text_given:
         step = tf.function(step)
     try:
         step(tf.constant(BATCHES.get(make, np.ones([4, 8], "f"))))
@@ -107,13 +107,19 @@ def _text_given(tf, model):
     return step
 
 
-# What a step is given inside of a tf.function, where that is not numbers.
-BATCHES = {_text_given: np.array(["a", "b", "c", "d"])}
+def _empty(tf, model):
+    return lambda rows: tf.reduce_mean(model(rows))
+
+
+# What a step is given, where that is not four rows of numbers.
+BATCHES = {_text_given: np.array(["a", "b", "c", "d"]), _empty: np.ones([0, 8], "f")}
 CASES = {
     _uphill: ["of a variable that stage 1 holds needs what stage 0 makes", "test_refused.py:"],
     _optimizer_inside: ["optimizer is applied inside of a step function", "test_refused.py"],
     _text: ["cannot be sent to the other ranks"],
     _text_given: ["the argument words of the step function is text", "in tf.data"],
+    # Rank 0 said "num_split of 0 must be at least minimum 1", and rank 1 something else.
+    _empty: ["UsageError: the batch is empty: rows has 0 rows along axis 0."],
     _nothing: ["returns no tensor"],
     _shape_of_values: ["follows from values", "test_refused.py:"],
     _layer_in_loop: ["is called inside of a loop"],

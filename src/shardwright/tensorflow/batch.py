@@ -38,6 +38,8 @@ class Arguments:
                 f"the arguments of the step function have different numbers of samples: {sizes}. Name those "
                 "that every microbatch gets whole: @sw.step(non_split_inputs=[...])."
             )
+        if 0 in sizes.values():
+            raise UsageError(f"the batch is empty: {next(iter(sizes))} has 0 rows along axis 0.")
         return next(iter(sizes.values()), None)
 
     @property
