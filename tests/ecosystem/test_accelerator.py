@@ -6,6 +6,7 @@ All parameters train in `scripts_of_accelerate`, whose losses are compared, too.
 import pytest
 import torch
 from scripts_of_others import alone, over_ranks
+from torch.utils.data import DataLoader
 
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -69,3 +70,34 @@ def test_a_state_of_plain_accelerate_is_refused_and_named(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(RanksFailedError, match=r"plain Accelerate.*safetensors\.torch\.load_file\("):
         run_ranks(_loaded, 2, str(tmp_path))
+
+
+def _told(texts):
+    from shardwright.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, config={"pipeline_parallel_degree": 2, "run_dir": "off"})
+    loader = accelerator.prepare(DataLoader(range(len(texts)), batch_size=2))
+    found = []
+    for batch in loader:
+        found += accelerator.gather_for_metrics([texts[number] for number in batch])
+    last = accelerator.gather_for_metrics(batch, use_gather_object=True)
+    triggers = [accelerator.check_trigger()]
+    if accelerator.is_main_process:
+        accelerator.set_trigger()
+    triggers += [accelerator.check_trigger(), accelerator.check_trigger()]
+    return found, list(map(int, last)), triggers, accelerator.is_last_process
+
+
+@pytest.mark.parametrize(("num_ranks", "last_batch"), [(2, [6]), (4, [4, 5, 6, 0])])
+def test_texts_of_each_sample_and_a_flag_of_one_rank(num_ranks, last_batch):
+    """Texts came once for each rank of a replica, and a trigger was seen by the stage that had set it.
+
+    Two replicas fill up the last batch with samples that were there before.
+    """
+    texts = list("abcdefg")
+    outcomes = run_ranks(_told, num_ranks, texts)
+    for rank, (found, last, triggers, is_last) in enumerate(outcomes):
+        assert found == texts
+        assert triggers == [False, True, False]
+        assert is_last == (rank == num_ranks - 1)
+        assert last == last_batch

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scripts_of_others import alone, over_ranks
+from torch import nn
+from torch.utils.data import DataLoader
 
-pytest.importorskip("lightning")
+import shardwright.torch as sw
+from shardwright.testing import run_ranks
+
+lightning = pytest.importorskip("lightning")
 SCRIPT = "whole_lightning.py"
 STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
@@ -38,3 +43,51 @@ def test_two_stages_train_and_evaluate_like_one_process(tmp_path):
         assert mine == pytest.approx(wanted, abs=1e-6)
     states = [torch.load(each / "output/last.ckpt", weights_only=True)["state_dict"] for each in (two, one)]
     torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+
+
+def _reduced():
+    from shardwright.integrations.lightning import ShardwrightStrategy
+
+    sw.init({"run_dir": "off", "data_parallel_degree": 2})
+    strategy, number = ShardwrightStrategy(), torch.tensor(1.0 + sw.rank())
+    names = ("mean", "sum", "max", "min", torch.distributed.ReduceOp.MAX)
+    return [strategy.reduce(number, reduce_op=name).item() for name in names]
+
+
+def test_numbers_of_all_replicas_that_are_logged():
+    """`self.log(..., reduce_fx="max", sync_dist=True)` logged the mean of the maxima."""
+    assert run_ranks(_reduced, 2) == [[1.5, 3, 2, 1, 2]] * 2
+
+
+class Rounded(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).square().mean().bfloat16()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_share_of_an_update_that_the_type_of_the_loss_rounds():
+    """A third in bfloat16 was taken for a factor of the loop."""
+    from shardwright.integrations.lightning import ShardwrightStrategy
+
+    trainer = lightning.Trainer(
+        strategy=ShardwrightStrategy({"run_dir": "off"}),
+        accelerator="cpu",
+        accumulate_grad_batches=3,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(Rounded(), DataLoader(torch.ones(12, 3), batch_size=2))
+    finally:
+        sw.shutdown()
+    assert trainer.global_step == 2

@@ -99,10 +99,8 @@ class Counted(Tagger):
 
     def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: object = None) -> object:  # type: ignore[override]
         logits = self.body(x).flatten(0, 1)
-        return {
-            "loss": nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
-            / num_items_in_batch
-        }
+        total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return {"loss": total / (labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)}
 
 
 def test_a_loss_divided_by_the_labels_of_an_update(run: None) -> None:
@@ -140,3 +138,27 @@ def test_a_model_without_a_loss_cannot_train_by_its_call(run: None) -> None:
     x, labels = batch()
     with pytest.raises(UsageError, match="returns no loss"):
         model(x, labels=labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_factor_that_the_type_of_the_loss_rounds(run: None, dtype: torch.dtype) -> None:
+    """A third in bfloat16, times 3, is 1.00195: it was taken for a factor of the loop."""
+    x, labels = batch()
+    model = StepModel(Tagger().to(dtype), accumulation=3)
+    loss = model(x.to(dtype), labels=labels)["loss"]
+    assert loss.dtype == dtype
+    (loss.float() / 3).backward()
+    loss = model(x.to(dtype), labels=labels)["loss"]
+    with pytest.raises(UsageError, match=r"multiplied by 1\.1"):
+        (loss * 1.1 / 3).backward()
+
+
+def test_an_evaluation_between_a_loss_and_its_backward(run: None) -> None:
+    """The factor of the loss was forgotten, and the one that the loop had to give was refused."""
+    x, labels = batch()
+    model = StepModel(Counted(), accumulation=2)
+    loss = model(x, labels=labels, num_items_in_batch=int(labels.ne(-100).sum()))["loss"]
+    with torch.no_grad():
+        model(x, labels=labels)
+    (loss * 2 / 2).backward()
+    model.refuse_waiting("the loop goes on")

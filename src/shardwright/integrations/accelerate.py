@@ -5,6 +5,7 @@ once; all ranks of a replica see the same batch, and have the same outputs.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ class Accelerator(accelerate.Accelerator):
         ``from shardwright.integrations.accelerate import Accelerator``
     """
 
+    flag_tensor: Tensor | None
+
     def __init__(self, *args: Any, config: Any = None, training_outputs: bool = False, **kwargs: Any):
         if not sw.is_initialized():
             sw.init(config)
@@ -107,6 +110,11 @@ class Accelerator(accelerate.Accelerator):
     def process_index(self) -> int:
         """The replica of this rank."""
         return sw.dp_rank()
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank: true for one process only."""
+        return sw.rank() == sw.size() - 1
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
@@ -190,9 +198,26 @@ class Accelerator(accelerate.Accelerator):
         """The tensors of all replicas, one after the other along dimension 0."""
         return recursively_apply(_gathered, tensor, error_on_other_type=True)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What `gather` returns, without the samples that fill up the last batch; of objects, one list."""
+        if not use_gather_object and _are_tensors(input_data):
+            return super().gather_for_metrics(input_data)
+        found = _objects_gathered(input_data)
+        state = self.gradient_state
+        cut = state.end_of_dataloader and state.remainder > 0 and isinstance(found, Sequence | Tensor)
+        return found[: state.remainder] if cut else found
+
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over the replicas."""
         return recursively_apply(_reduced, tensor, reduction, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger` since the last check: all ranks have to know."""
+        found = torch.tensor(int(self.flag_tensor or 0), device=self.device)
+        if sw.size() > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        self.flag_tensor = None
+        return bool(found)
 
     def wait_for_everyone(self) -> None:
         sw.barrier()
@@ -314,6 +339,24 @@ def _gathered(tensor: Tensor) -> Tensor:
     found = [torch.empty_like(tensor) for _ in range(sw.dp_size())]
     dist.all_gather(found, tensor, group=sw.get_dp_process_group())
     return torch.cat(found)
+
+
+def _are_tensors(data: Any) -> bool:
+    """Whether Accelerate gathers the data as tensors."""
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _objects_gathered(data: Any) -> Any:
+    """The items of all replicas in one list; of one replica, as they are."""
+    if sw.dp_size() == 1:
+        return data
+    found: list[Any] = [None] * sw.dp_size()
+    dist.all_gather_object(found, data, group=sw.get_dp_process_group())
+    return [item for items in found for item in items]
 
 
 def _reduced(tensor: Tensor, reduction: str) -> Tensor:

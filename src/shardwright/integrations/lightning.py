@@ -25,7 +25,7 @@ from torch import Tensor
 
 import shardwright.torch as sw
 from shardwright.errors import UsageError
-from shardwright.integrations.step_model import backward_of_share, batch_size, own_loss
+from shardwright.integrations.step_model import backward_of_share, batch_size, is_factor, own_loss
 from shardwright.run.context import context
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
@@ -185,13 +185,14 @@ class ShardwrightStrategy(ParallelStrategy):
     # ---- numbers of all ranks ----
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum of a number over the replicas."""
+        """The mean, sum, maximum or minimum of a number over the replicas."""
         if not isinstance(tensor, Tensor) or sw.dp_size() == 1:
             return tensor
-        total = tensor.detach().clone()
-        dist.all_reduce(total, group=sw.get_dp_process_group())
-        is_sum = str(reduce_op).lower().rpartition(".")[2] == "sum"
-        return total if is_sum else total / sw.dp_size()
+        total, name = tensor.detach().clone(), str(reduce_op).upper().rpartition(".")[2]
+        is_mean = name in ("MEAN", "AVG")
+        op = dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, name)
+        dist.all_reduce(total, op=op, group=sw.get_dp_process_group())
+        return total / sw.dp_size() if is_mean else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or some rank, decide so."""
@@ -318,13 +319,12 @@ class ShardwrightStrategy(ParallelStrategy):
             output = getattr(self.lightning_module, name)(batch, *args, **kwargs)
         return output, {key: value * share for key, value in logged.items()}
 
-    def _backward_asked(self, factor: float) -> None:
+    def _backward_asked(self, factor: Tensor) -> None:
         wanted = 1 / self._trainer().accumulate_grad_batches
-        if abs(factor - wanted) > 1e-6:
+        if not is_factor(factor, wanted):
             raise UsageError(
-                f"the loss was multiplied by {factor:g} between training_step and its backward, and not by "
-                f"{wanted:g}. The step has computed the gradients already: multiply the loss in "
-                "training_step."
+                f"the loss was multiplied by {float(factor):g} between training_step and its backward, and "
+                f"not by {wanted:g}. The gradients are there already: multiply the loss in training_step."
             )
 
     def gradients_are_new(self) -> bool:

@@ -66,22 +66,28 @@ def shifts_labels(module: nn.Module) -> bool:
     return module.loss_function is ForCausalLMLoss
 
 
-def own_loss(value: Tensor, asked: Callable[[float], None]) -> Tensor:
-    """A loss that calls `asked` in its backward, and gives gradients to no parameter."""
+def own_loss(value: Tensor, asked: Callable[[Tensor], None]) -> Tensor:
+    """A loss that gives gradients to no parameter; its backward tells `asked` what it was multiplied by."""
     result: Tensor = _OwnLoss.apply(value.detach().requires_grad_(), asked)  # type: ignore[no-untyped-call]
     return result
 
 
 class _OwnLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, asked: Callable[[float], None]) -> Tensor:
+    def forward(ctx: Any, value: Tensor, asked: Callable[[Tensor], None]) -> Tensor:
         ctx.asked = asked
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.asked(float(gradient))
+        ctx.asked(gradient)
         return None, None
+
+
+def is_factor(factor: Tensor, wanted: float) -> bool:
+    """Whether a loss was multiplied by `wanted`, in a few products that were rounded to its type."""
+    eps = max(torch.finfo(dtype).eps for dtype in (factor.dtype, torch.float32))
+    return abs(float(factor) / wanted - 1) <= 4 * eps
 
 
 _REMEDY = (
@@ -131,7 +137,6 @@ class StepModel(sw.DistributedModel):
         if kwargs.get(_NUM_ITEMS) is not None:
             num_labels = _of_update(kwargs[_NUM_ITEMS], num_labels)
             kwargs = {**kwargs, _NUM_ITEMS: True}  # each microbatch is told its own
-        self._factor = self._factor_of(kwargs)
         outputs, loss = run(args, kwargs, samples=batch_size(args, kwargs), num_labels=num_labels)
         outputs = map_tree(_whole, outputs)
         mean = _loss_of(outputs)  # over the microbatches, whatever their shares
@@ -140,6 +145,7 @@ class StepModel(sw.DistributedModel):
         value = loss.reduce_sum().to(mean.dtype)
         if trains:
             self._awaits_backward = True
+            self._factor = self._factor_of(kwargs)
             value = own_loss(value, self.backward_asked)
         return _with_loss(outputs, value)
 
@@ -153,18 +159,17 @@ class StepModel(sw.DistributedModel):
                 "model or after optimizer.step(). What is not trained on is computed under torch.no_grad()."
             )
 
-    def backward_asked(self, factor: float) -> None:
+    def backward_asked(self, factor: Tensor) -> None:
         """Notes that the loop has asked for the backward of the loss."""
         if not self._awaits_backward:
             raise UsageError(f"{user_line()}: this is the second backward of one loss. {_REMEDY}")
-        factor *= self.accumulation
-        if abs(factor - self._factor) > 1e-6:
+        if not is_factor(factor, self._factor / self.accumulation):
             wanted = (
                 "" if self._factor == 1 else f", and not by {self._factor} (calls of an update * replicas)"
             )
             raise UsageError(
-                f"{user_line()}: the loss was multiplied by {factor:g} before accelerator.backward(loss)"
-                f"{wanted}. {_REMEDY} To accumulate over batches, set "
+                f"{user_line()}: the loss was multiplied by {float(factor) * self.accumulation:g} before "
+                f"accelerator.backward(loss){wanted}. {_REMEDY} To accumulate over batches, set "
                 "Accelerator(gradient_accumulation_steps=...), and divide nothing; or give the model "
                 f"{_NUM_ITEMS}, and multiply its loss by accelerator.gradient_accumulation_steps * "
                 "accelerator.num_processes."
