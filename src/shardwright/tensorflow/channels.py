@@ -15,12 +15,24 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from shardwright.comm.transport import Receipt, Transport
+from shardwright.errors import UsageError
 from shardwright.runtime import action_loop
 from shardwright.runtime.homes import Crossing
+from shardwright.tensorflow import _private
 
 
 def to_torch(tensor: Any) -> Tensor:
-    """The same memory as a tensor of PyTorch."""
+    """The same memory as a tensor of PyTorch.
+
+    Raises:
+        UsageError: it is no tensor of numbers; TensorFlow would end the process.
+    """
+    if tensor.dtype in (tf.string, tf.resource, tf.variant):
+        raise UsageError(
+            f"a tensor of type {tensor.dtype.name} was to go to another rank, and numbers and booleans alone "
+            "can. Send them in its place, such as the tokens of a text; small texts can go as objects "
+            "(hvd.broadcast_object)."
+        )
     found: Tensor = dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
     return found
 
@@ -63,6 +75,12 @@ def call_in_turn(
     function: Callable[..., Sequence[Any]], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[Any]:
     """Calls a function of tensors when the graph comes to it, behind the calls that are written before it."""
+
+    if _private.is_for_xla():
+        raise UsageError(
+            "a function with jit_compile=True calls other ranks, which XLA cannot compile. Set "
+            "jit_compile=False, in model.compile(...) or in tf.function(...)."
+        )
 
     def now(*given: Any) -> list[Any]:
         return list(function(*given[: len(tensors)]))

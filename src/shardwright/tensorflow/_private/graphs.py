@@ -12,10 +12,16 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import func_graph
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import control_flow_util, gradients_util
 
 # Of these the executor makes operations that the one for a single thread does not take.
 _CONTROL_FLOW = frozenset("While StatelessWhile If StatelessIf Case StatelessCase".split())
+
+
+def is_for_xla() -> bool:
+    """Whether the graph that is being made is for XLA, which later fails with other words."""
+    found: bool = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return found
 
 
 def direct_call(function: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:

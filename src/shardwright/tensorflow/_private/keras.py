@@ -18,6 +18,19 @@ def keras_model_class() -> Any:
     return tf.keras.Model
 
 
+def keep_from_xla(is_meant: Callable[[Any], bool]) -> None:
+    """From now on, ``jit_compile="auto"`` of Keras 3 chooses no XLA for models that `is_meant` names.
+
+    With an accelerator it does for others, and no argument but the model's own tells it otherwise.
+    """
+    if not uses_keras_3():
+        return
+    from keras.src.trainers.trainer import Trainer
+
+    original = Trainer._resolve_auto_jit_compile
+    Trainer._resolve_auto_jit_compile = lambda self: not is_meant(self) and original(self)
+
+
 def is_building() -> bool:
     """Whether Keras calls layers on symbols, in a graph that nobody runs.
 

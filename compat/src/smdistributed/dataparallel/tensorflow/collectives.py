@@ -58,7 +58,7 @@ def reduced_each(
             dense[position] = tf.convert_to_tensor(tensor)
     if dense:
         sent = [compression.compress(tensor) for tensor in dense.values()]
-        made = _in_order(lambda given: _reduce(given, reduction), [tensor for tensor, _ in sent])
+        made = _reduced_dense([tensor for tensor, _ in sent], reduction)
         for (position, tensor), (_, known), result in zip(dense.items(), sent, made, strict=True):
             result.set_shape(tensor.shape)
             found[position] = compression.decompress(result, known)
@@ -68,9 +68,23 @@ def reduced_each(
 def broadcast(tensors: Sequence[Any], root: int) -> list[Any]:
     """The tensors of one rank, on all."""
     given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    made = _in_order(lambda each: data_ranks().broadcast(each, root), given) if given else []
+    if not given:
+        return []
+    made: list[Any] = _in_order(
+        lambda each: data_ranks().broadcast(each, root), given, lambda gradients: _sums_at(gradients, root)
+    )
     for result, tensor in zip(made, given, strict=True):
         result.set_shape(tensor.shape)
+    return made
+
+
+def _sums_at(tensors: Sequence[Any], root: int) -> list[Any]:
+    """The sums over all ranks at one of them, and zeros elsewhere."""
+    made: list[Any] = _in_order(
+        lambda each: [data_ranks().sum_at(tensor, root) for tensor in each],
+        tensors,
+        lambda gradients: broadcast(gradients, root),
+    )
     return made
 
 
@@ -94,8 +108,22 @@ def variables_here(variables: Sequence[Any]) -> list[Any]:
 def gathered(tensor: Any) -> Any:
     """The rows of all ranks, by rank, which may have different numbers of them."""
     given = tf.convert_to_tensor(tensor)
-    (made,) = _in_order(lambda each: [data_ranks().gathered(each[0])], [given])
+    (made,) = _in_order(
+        lambda each: [data_ranks().gathered(each[0])],
+        [given],
+        lambda gradients: [_own_rows(gradients[0], tf.shape(given))],
+    )
     made.set_shape([None, *given.shape[1:]] if given.shape.rank else [None])
+    return made
+
+
+def _own_rows(tensor: Any, shape: Any) -> Any:
+    """The sum over all ranks of a tensor as `gathered` makes it, and of it this rank's rows."""
+    made, _ = _in_order(
+        lambda each: [data_ranks().own_rows(each[0], each[1].tolist()), each[1]],
+        [tensor, shape],
+        lambda gradients: [gathered(gradients[0]), None],
+    )
     return made
 
 
@@ -108,6 +136,18 @@ def _rows_of_all(slices: Any, reduction: Reduction) -> Any:
     if reduction is Reduction.AVERAGE:
         values = values / tf.cast(data_ranks().size, values.dtype)
     return tf.IndexedSlices(gathered(values), gathered(slices.indices), slices.dense_shape)
+
+
+def _reduced_dense(tensors: Sequence[Any], reduction: Reduction) -> list[Any]:
+    def back(gradients: Sequence[Any]) -> list[Any]:
+        if reduction not in (Reduction.AVERAGE, Reduction.SUM):
+            raise UsageError(
+                f"the {reduction.value} over ranks has no gradient. Take it of tf.stop_gradient(tensor)."
+            )
+        return _reduced_dense(gradients, reduction)
+
+    made: list[Any] = _in_order(lambda given: _reduce(given, reduction), tensors, back)
+    return made
 
 
 def _reduce(given: list[Tensor], reduction: Reduction) -> list[Tensor]:
@@ -125,8 +165,16 @@ def _keras_run() -> KerasRun | None:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _in_order(collective: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Any]) -> list[Any]:
-    """Runs a collective, behind those that were written before it."""
+def _in_order(
+    collective: Callable[[list[Tensor]], list[Tensor]],
+    tensors: Sequence[Any],
+    back: Callable[[Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """Runs a collective, behind those that were written before it.
+
+    Args:
+        back: makes the gradients of the tensors from those of what the collective gives.
+    """
     run = _keras_run()
     if run is not None and run.is_tracing:
         raise UsageError(
@@ -139,7 +187,12 @@ def _in_order(collective: Callable[[list[Tensor]], list[Tensor]], tensors: Seque
         made = collective([to_torch(tensor).contiguous() for tensor in given])
         return [to_tensorflow(tensor) for tensor in made]
 
-    if tf.executing_eagerly():
-        return now(*tensors)
-    made: list[Any] = call_in_turn(now, tensors, [tensor.dtype for tensor in tensors])
-    return made
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def over_ranks(*given: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
+        if tf.executing_eagerly():
+            made = now(*given)
+        else:
+            made = call_in_turn(now, given, [tensor.dtype for tensor in given])
+        return made, lambda *gradients: back([tf.convert_to_tensor(each) for each in gradients])
+
+    return list(over_ranks(*tensors))
