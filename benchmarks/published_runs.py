@@ -45,7 +45,7 @@ _SEQUENCE_PARALLEL = frozenset({"megascale", "mcore_h100_weak", "nanotron_best"}
 # Gradients of weights hide sums in Megatron since 2022, and in nanotron ("tp_linear_async_communication");
 # "TP comm overlap" of Megatron-Core hides more, as MegaScale does (arXiv:2402.15627, 3.2).
 _HIDES_BACKWARD = frozenset({"korthikanti_t5", "zero_bubble", "megascale", "nanotron_best"})
-_UNTIED = frozenset({"Llama-like 8.86B"})  # by nanotron's scripts/scaling_benchmarks.py
+_UNTIED = frozenset({"Llama-like 8.86B", "Llama-like 80.0B"})  # by nanotron's scripts/scaling_benchmarks.py
 _BALANCED = frozenset({"zero_bubble", "nanotron_best"})
 _FUSED_ATTENTION = frozenset({"llmfoundry_fsdp", "mcore_h100_weak", "nanotron_best"})
 
