@@ -54,14 +54,17 @@ class _CallResults:
         returned: list[Any] = []
         writes: list[tuple[int, int]] = []
         passed: dict[int, int] = {}
+        holders: dict[int, Any] = {}
         for position, result in enumerate(results):
-            if id(result) in sources:
+            if id(result) in holders:  # given back twice: one value
+                returned.append(holders[id(result)])
+            elif id(result) in sources:
                 passed[position] = sources[id(result)]
                 returned.append(call.items[passed[position]])
             elif isinstance(result, Tensor):
                 value = values.new(node, len(writes), values.as_fake(result))
                 writes.append((position, value))
-                returned.append(values[value].holder)
+                returned.append(holders.setdefault(id(result), values[value].holder))
             else:
                 returned.append(result)
         left: list[tuple[nn.Module, str, Tensor]] = []
