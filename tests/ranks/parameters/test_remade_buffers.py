@@ -206,3 +206,45 @@ def test_a_buffer_that_one_replica_alone_makes_is_refused():
         assert outcome.error_type == "UsageError"
         assert "late is" in outcome.error
         assert "rank 1" in outcome.error
+
+
+class Expanded(nn.Module):
+    """Its buffer repeats a row in memory that it has once."""
+
+    def __init__(self, first: float):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("rows", self.rows_from(first))
+
+    @staticmethod
+    def rows_from(first: float) -> Tensor:
+        return torch.arange(first, first + 3, dtype=D).expand(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.rows
+
+
+def test_replicas_agree_on_an_expanded_buffer():
+    """Wrapping failed, "broadcast takes tensors without holes", and named no buffer."""
+
+    def trained_over_replicas() -> list[Any]:
+        sw.init({**QUIET, **DATA})
+        model = sw.DistributedModel(Expanded(10.0 * sw.rank()).double())
+
+        @sw.step
+        def train(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        seen = []
+        for change in (False, True):
+            if change:
+                model.module.rows = Expanded.rows_from(10.0 * sw.rank() + 5)
+            train(torch.ones(4, 3, dtype=D))
+            seen.append((model.module.rows.tolist(), model.module.rows.stride()))
+        sw.shutdown()
+        return seen
+
+    expected = [([[n, n + 1, n + 2]] * 4, (0, 1)) for n in (0, 5)]
+    assert run_ranks(trained_over_replicas, 2) == [expected] * 2

@@ -44,6 +44,7 @@ from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.pytorch.modules import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
+from shardwright.torch.replicas.replicas import broadcast
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.traced_values import point_out_foreign_behind
 
@@ -307,8 +308,7 @@ class SingleEngine:
         """Gives all replicas the values of the first."""
         first = self._context.holders[0]
         for tensor in (*self._model.get_module().parameters(), *self._model.get_module().buffers()):
-            if tensor.numel() and not tensor.is_meta:
-                dist.broadcast(tensor.detach(), first, group=group)
+            broadcast(tensor, first, group)
 
 
 def _point_out_unused_limit(context: Context) -> None:

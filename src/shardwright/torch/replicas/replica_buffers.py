@@ -42,6 +42,14 @@ log = logging.getLogger(__name__)
 _SMALL_BYTES = 2**16
 
 
+def write_into(tensor: Tensor, values: Tensor) -> None:
+    """Gives a tensor other values; once where it is expanded, and has them repeated."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A buffer at one moment. Kernels such as batch_norm write to theirs without counting versions."""
@@ -154,7 +162,7 @@ class ReplicaBuffers:
         dist.broadcast(packed, self._source, group=self._group)
         parts = torch.split(packed, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
-            buffer.copy_(part.view(buffer.shape))
+            write_into(buffer, part.view(buffer.shape))
 
     def _here(self) -> dict[str, Tensor]:
         return {

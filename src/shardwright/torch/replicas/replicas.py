@@ -23,7 +23,7 @@ from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.modules import ModelTree
 from shardwright.torch.replicas.gradient_buckets import BucketMaker, Reduced
 from shardwright.torch.replicas.reducer import GradientReducer
-from shardwright.torch.replicas.replica_buffers import ReplicaBuffers, UpdatedParts
+from shardwright.torch.replicas.replica_buffers import ReplicaBuffers, UpdatedParts, write_into
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 if TYPE_CHECKING:
@@ -116,8 +116,11 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> bool:
         return False
     own = local_of(tensor).detach()
     before = own.clone() if own.nbytes <= _SMALL_BYTES else None
-    dist.broadcast(own, source, group=group)
-    return before is not None and not torch.equal(before, own)
+    values = own.contiguous()
+    dist.broadcast(values, source, group=group)
+    if values is not own and not torch.equal(values, own):
+        write_into(own, values)
+    return before is not None and not torch.equal(before, values)
 
 
 log = logging.getLogger(__name__)
