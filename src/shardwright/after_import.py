@@ -1,13 +1,11 @@
-"""Patches modules that a script may import; keeps the garbage collector away from imports and the end."""
+"""Patches modules that a script may import; keeps Python's garbage collector away from imports."""
 
-import atexit
 import gc
 import importlib
 import sys
 import threading
-from _io import _IOBase
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -139,21 +137,3 @@ def collector_paused() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def end_without_collecting() -> None:
-    """Has the interpreter end without its last passes over all modules: half a second of each process.
-
-    The collector would also write what files still hold that lie open in a cycle of objects: they are
-    flushed. Of other objects that are alive at the end Python promises nothing.
-    """
-    atexit.unregister(_freeze_all)
-    atexit.register(_freeze_all)
-
-
-def _freeze_all() -> None:
-    for each in gc.get_objects():
-        if issubclass(type(each), _IOBase):  # `isinstance` would ask proxies for what they stand for
-            with suppress(OSError, ValueError):  # of a full disk, or a closed file
-                each.flush()
-    gc.freeze()

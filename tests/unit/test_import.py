@@ -200,25 +200,3 @@ def test_a_module_that_another_thread_imports_is_acted_on_when_that_is_done(fold
     for thread in (imports, acts):
         thread.join(timeout=20)
     assert acted == [1]
-
-
-def test_the_end_collects_nothing_and_loses_no_line(tmp_path):
-    """What files in cycles hold was written by the last collection, which looked at all of PyTorch for it."""
-    code = """
-        import atexit, gc, sys
-        atexit.register(lambda: print(gc.get_freeze_count() > 1000))
-        from shardwright.after_import import end_without_collecting
-
-        class Log:
-            def __init__(self, path):
-                self.me, self.file = self, open(path, "w")
-                self.file.write("a line")
-
-        log, closed = Log(sys.argv[1]), Log(sys.argv[1] + "2")
-        closed.file.close()
-        end_without_collecting()
-        end_without_collecting()
-    """
-    words = [sys.executable, "-c", inspect.cleandoc(code), str(tmp_path / "log")]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "True\n"
-    assert (tmp_path / "log").read_text() == "a line"

@@ -218,6 +218,11 @@ def _type_on_cpu(kind: Any) -> Any:
 _MAKERS = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
+def _is_made_here(tensor: Tensor) -> bool:
+    """Whether a tensor is trained that is of no model: a script made it on the host, where it stays itself."""
+    return tensor.is_leaf and tensor.requires_grad and type(tensor) is Tensor and torch.is_grad_enabled()
+
+
 def put_in_force() -> None:
     cls: Any = Tensor
     plain_to = cls.to
@@ -225,7 +230,11 @@ def put_in_force() -> None:
 
     @functools.wraps(plain_to)
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _is_the_host(args[0] if args else kwargs.get("device")) and script_asks():
+        if (
+            _is_the_host(args[0] if args else kwargs.get("device"))
+            and script_asks()
+            and not _is_made_here(self)
+        ):
             return plain_to(self, *args[:3], **{**kwargs, "copy": True})
         return sent_to(self, *args, **kwargs)
 
@@ -234,7 +243,9 @@ def put_in_force() -> None:
     # what is written into it, and a leaf that an optimizer takes.
     @functools.wraps(cls.cpu)
     def cpu(self: Tensor, memory_format: Any = torch.preserve_format) -> Any:
-        return plain_to(self, device="cpu", memory_format=memory_format, copy=script_asks())
+        return plain_to(
+            self, device="cpu", memory_format=memory_format, copy=script_asks() and not _is_made_here(self)
+        )
 
     put(cls, "to", to)
     put(cls, "cpu", cpu)

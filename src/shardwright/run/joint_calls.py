@@ -2,6 +2,7 @@
 
 import atexit
 import errno
+import gc
 import itertools
 import os
 import sys
@@ -12,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-from shardwright.after_import import end_without_collecting
 from shardwright.comm.blame import Blame, Note
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.joining.store import limit_silence
@@ -155,7 +155,8 @@ _RUNS = itertools.count()
 def prepare(made: Context) -> None:
     """Gives a run what its ranks find each other with; on all ranks, in the same order."""
     run = next(_RUNS)
-    end_without_collecting()
+    atexit.unregister(_leave_at_once)
+    atexit.register(_leave_at_once)
     pulse = made.watch.pulse = made.watch.pulse or Pulse(made.rank)
     note_actions_on(pulse.page)
     if made.mesh.world_size == 1:
@@ -184,6 +185,16 @@ def prepare(made: Context) -> None:
     )
     whereabouts.does = present_action
     whereabouts.watch()
+
+
+def _leave_at_once() -> None:
+    """A rank that has lost another one holds up the report, and the restart, by up to a second.
+
+    So long the interpreter's last collections take, which look at all of PyTorch. They close what scripts
+    have left open, so other ends keep them.
+    """
+    if isinstance(getattr(sys, "last_value", None), PeerLostError):
+        gc.freeze()
 
 
 def _beat_alone(made: Context, pulse: Pulse) -> None:

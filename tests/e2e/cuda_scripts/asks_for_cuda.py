@@ -110,6 +110,8 @@ def keeps_what_it_copies_to_the_host():
     # Where it is already there is none, nor where a module moves as a whole.
     x = torch.zeros(2, device="cuda")
     assert x.to("cuda") is x.to(x.device) is x.cuda() is x.to(torch.float32) is x
+    made_here = torch.zeros(3, requires_grad=True)
+    assert made_here.to("cpu") is made_here.cpu() is made_here
     weight = model.weight
     assert model.cpu().weight is model.to("cpu").weight is weight
     whole = torch.compile(lambda x: x.cpu() + x.to("cpu"), fullgraph=True, backend="aot_eager")

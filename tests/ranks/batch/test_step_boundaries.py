@@ -68,6 +68,19 @@ def test_inputs_that_share_a_graph_get_their_gradients(num_ranks, config):
     assert max(run_ranks(job, num_ranks)) < 1e-12
 
 
+def test_parameters_behind_an_input_are_averaged_over_replicas():
+    """With several microbatches, each replica kept the gradient of its own batch."""
+
+    def job():
+        sw, plain, model = start(Stack, {"pipeline_parallel_degree": 1, "microbatches": 2})
+        train, (x,) = sw.step(squares), batches(0, 1)
+        train(model, x.chunk(2)[sw.rank()] * model.module.head.weight.mean())
+        plain(x * plain.head.weight.mean()).square().mean().backward()
+        return apart(plain, model)
+
+    assert run_ranks(job, 2) == [[], []]
+
+
 @pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 1}])
 def test_torch_autograd_backward_is_the_backward(config):
     def job():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.after_import import end_without_collecting
 from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import LaunchError
 from shardwright.launch.processes import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
@@ -61,7 +60,6 @@ class _NoLogs(LogsSpecs):
 
 def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bool = False) -> int:
     report = _wherever(report)
-    end_without_collecting()
     os.environ.update(request.worker_environ(os.environ))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not verbose:

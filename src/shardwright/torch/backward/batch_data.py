@@ -55,6 +55,7 @@ class BatchData:
         self._statistics: dict[int, tuple[Tensor, str]] = {}  # with the tensor, which must not go away
         self._counts: dict[int, Tensor] = {}
         self._drawn: dict[int, Tensor] = {}  # numbers of samples
+        self._nearest: dict[int, Tensor] = {}  # of each sample, the nearest other one
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Looks at an operation of a step function."""
@@ -106,12 +107,13 @@ class BatchData:
             return
         if name in _NEAREST and self._samples > 1 and of.shape == (self._samples, self._samples):
             made = (item for item in leaves(result) if isinstance(item, Tensor) and item.dtype == torch.int64)
-            self._drawn.update({id(item): item for item in made})  # of each sample, the nearest other one
+            self._nearest.update({id(item): item for item in made})
         if id(of) in self._drawn and name not in _TAKE_ROWS:  # permutation.to(device)
             self._drawn.update({id(item): item for item in leaves(result) if isinstance(item, Tensor)})
         if of.shape[0] != self._samples:
             return
-        if self._turns(name, of, args, kwargs) or (name in _TAKE_ROWS and self._takes_drawn(args, kwargs)):
+        takes = name in _TAKE_ROWS and self._takes_drawn(args, kwargs, of)
+        if takes or self._turns(name, of, args, kwargs):
             self.found = f"another order of its samples ({user_line()})"
 
     def _turns(self, name: str, of: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -122,12 +124,13 @@ class BatchData:
         dims = kwargs.get("dims", args[at] if len(args) > at else None)
         return dims is None or dims in (0, (0,), [0], -of.dim())
 
-    def _takes_drawn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _takes_drawn(self, args: Sequence[Any], kwargs: Mapping[str, Any], of: Tensor) -> bool:
         """Whether rows are taken by numbers that were drawn, or by a list of them in another order."""
         at = kwargs.get("index", args[-1])
         at = at[0] if isinstance(at, tuple) and at else at
-        if isinstance(at, Tensor):
-            return id(at) in self._drawn
+        if isinstance(at, Tensor):  # a table may have as many rows as there are samples
+            is_near = id(at) in self._nearest and self._is_trained(of) and not isinstance(of, nn.Parameter)
+            return is_near or id(at) in self._drawn
         numbers = at.tolist() if isinstance(at, np.ndarray) else at
         rows = list(range(self._samples))
         if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):

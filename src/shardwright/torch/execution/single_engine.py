@@ -112,7 +112,7 @@ class SingleEngine:
             told=self._told_of_losses,
             tells=self._context.rank == 0,
         )
-        loop = _Loop(losses)
+        loop = _Loop(losses, goes_on=gradients is not None and bool(gradients.originals))
         self._offloading.begin_batch()
         lasting = self._lasting(parts)
         try:
@@ -128,12 +128,12 @@ class SingleEngine:
         finally:
             self._offloading.end_batch()
         trains = bool(loop.losses)
+        if gradients is not None:  # before these are reduced: the model's parameters may stand behind inputs
+            gradients.hand_back(None, is_shared=False)
         if self._reducer is not None and (trains or torch.is_grad_enabled()):
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
             trains = self._reducer.finish(loss_scale=self._model.loss_scale) or trains
-        if gradients is not None:
-            gradients.hand_back(None, is_shared=False)
         sums, doubts = (frozenset[int](), {}) if trains else self._of_batch(function)
         return BatchResult(
             results=[detached(result) for result in loop.results],
@@ -212,7 +212,7 @@ class SingleEngine:
             partial(loop.weights.factor, index),
             self._reducer,
             first=not loop.losses,
-            last=index == len(loop.weights.shares) - 1,
+            last=index == len(loop.weights.shares) - 1 and not loop.goes_on,
             in_use=partial(memory_in_use, self._context.device) if self._draws else None,
             look=partial(self._look, function) if index == 0 else None,
             offload=offload,
@@ -327,6 +327,7 @@ class _Loop:
     """The results of a batch's microbatches so far: see `BatchResult`."""
 
     weights: LossWeights
+    goes_on: bool  # gradients of inputs follow
     results: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     all_losses: list[Tensor | None] = field(default_factory=list)
