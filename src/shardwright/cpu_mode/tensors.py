@@ -219,7 +219,7 @@ _MAKERS = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new
 
 
 def _is_made_here(tensor: Tensor) -> bool:
-    """Whether a tensor is trained that is of no model: a script made it on the host, where it stays itself."""
+    """Whether a tensor is trained that is of no model: a script has made it on the host, where it stays."""
     return tensor.is_leaf and tensor.requires_grad and type(tensor) is Tensor and torch.is_grad_enabled()
 
 
