@@ -58,7 +58,7 @@ _NOTE_EVERY_S = 1.0
 _LOOK_S_PER_RANK = 1 / 32
 """That long for each rank which one waits for: the store has to answer the looks of all."""
 _FADES = 0.9
-"""What a long step, as the first one, leaves of itself with each call that ranks make together."""
+"""What a long step leaves of itself with each call that ranks make together."""
 _STEPS_KNOWN = 3
 
 
@@ -283,7 +283,8 @@ class Whereabouts:
     def _move(self) -> None:
         now_s = time.monotonic()
         self._moves += 1
-        self._usual_s = max(now_s - self._moved_s, _FADES * self._usual_s)
+        if self.steps > 1:  # the first step, which traces and plans, says nothing of others
+            self._usual_s = max(now_s - self._moved_s, _FADES * self._usual_s)
         self._moved_s = now_s
 
     def note(self) -> Note:

@@ -1,6 +1,7 @@
 """Ranks that wait for others in vain say which ones, and where these are."""
 
 import gc
+import queue
 import threading
 import time
 import weakref
@@ -161,6 +162,28 @@ def test_a_rank_that_does_not_get_on_leaves_notes_by_itself(monkeypatch):
             time.sleep(0.05)
     there.close("has come to the end of its script")
     assert here.of(1).ended == "has come to the end of its script"
+
+
+def test_the_first_step_says_nothing_of_how_long_steps_take(monkeypatch):
+    """Where ranks made few calls together, it kept a lone collective from being named for a second more."""
+    monkeypatch.setattr(whereabouts, "_STUCK_S", 0.2)
+    monkeypatch.setattr(whereabouts, "_TICK_S", 0.1)
+    usual_s = queue.SimpleQueue()
+
+    class Looks:
+        def look(self, mine, usual):
+            usual_s.put(usual)
+            return ""
+
+    rank = Whereabouts(HashStore(), rank=0, stalls=lambda said: Looks())
+    for step in range(1, 5):
+        with rank.inside("the step function train", (0, 1)):
+            time.sleep(0.7 if step == 1 else 0.01)
+            rank.steps = step
+    rank.watch()
+    with rank.inside("the step function train", (0, 1)):
+        assert 0 < usual_s.get(timeout=30) < 0.2
+    rank.close("has come to the end of its script")
 
 
 WAITING = JointCall("all_reduce", (0, 1), group="0", number=4)
