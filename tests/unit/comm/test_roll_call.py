@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -166,23 +167,28 @@ def test_a_rank_that_does_not_get_on_leaves_notes_by_itself(monkeypatch):
 
 def test_the_first_step_says_nothing_of_how_long_steps_take(monkeypatch):
     """Where ranks made few calls together, it kept a lone collective from being named for a second more."""
-    monkeypatch.setattr(whereabouts, "_STUCK_S", 0.2)
-    monkeypatch.setattr(whereabouts, "_TICK_S", 0.1)
-    usual_s = queue.SimpleQueue()
+    now_s, usual_s = [0.0], queue.SimpleQueue()
+
+    def monotonic():
+        now_s[0] += 0.001
+        return now_s[0]
 
     class Looks:
         def look(self, mine, usual):
             usual_s.put(usual)
             return ""
 
+    monkeypatch.setattr(whereabouts, "_STUCK_S", 0.0)
+    monkeypatch.setattr(whereabouts, "_TICK_S", 0.1)
+    monkeypatch.setattr(whereabouts, "time", SimpleNamespace(monotonic=monotonic))
     rank = Whereabouts(HashStore(), rank=0, stalls=lambda said: Looks())
     for step in range(1, 5):
         with rank.inside("the step function train", (0, 1)):
-            time.sleep(0.7 if step == 1 else 0.01)
+            now_s[0] += 100 if step == 1 else 0.5
             rank.steps = step
     rank.watch()
     with rank.inside("the step function train", (0, 1)):
-        assert 0 < usual_s.get(timeout=30) < 0.2
+        assert 0 < usual_s.get(timeout=30) < 1
     rank.close("has come to the end of its script")
 
 
