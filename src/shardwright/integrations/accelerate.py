@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.integrations.step_model import StepModel
 from shardwright.torch.pytorch.modules import user_line
@@ -354,8 +355,7 @@ def _objects_gathered(data: Any) -> Any:
     """The items of all replicas in one list; of one replica, as they are."""
     if sw.dp_size() == 1:
         return data
-    found: list[Any] = [None] * sw.dp_size()
-    dist.all_gather_object(found, data, group=sw.get_dp_process_group())
+    found = tell_all(data, group=sw.get_dp_process_group(), objects=True)
     return [item for items in found for item in items]
 
 
