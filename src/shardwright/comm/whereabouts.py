@@ -99,7 +99,7 @@ class Stalls:
         still = {r: n for r, n in fresh.items() if not n.waits and n.still_s >= patience_s / 2}
         if still and mine.still_s >= _SOON * patience_s:
             self._name(still, mine, fresh)
-        proven = not still and mine.still_s >= patience_s
+        proven = not still and mine.still_s >= patience_s - _NOTE_EVERY_S  # by when it is confirmed
         return self._confirmed(_proof(self.rank, mine, fresh) if proven else "")
 
     def _goes_on(self, rank: int, note: Note) -> bool:

@@ -75,9 +75,14 @@ def gpus_here() -> int:
     """GPUs of this machine that may be used; PyTorch is asked only where there may be some."""
     if os.environ.get("SHARDWRIGHT_DEVICE") == "cpu":
         return 0
-    if not (any(Path("/dev").glob("nvidia[0-9]*")) or any(Path(path).exists() for path in _CONTROLS)):
-        return 0 if sys.platform == "linux" else _gpus_of_torch()
-    return _gpus_of_torch()
+    return _gpus_of_torch() if may_have_gpus() else 0
+
+
+def may_have_gpus() -> bool:
+    """Whether this machine may have GPUs, without PyTorch: elsewhere than on Linux, always."""
+    if sys.platform != "linux":
+        return True
+    return any(Path("/dev").glob("nvidia[0-9]*")) or any(Path(path).exists() for path in _CONTROLS)
 
 
 def _gpus_of_torch() -> int:

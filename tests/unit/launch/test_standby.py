@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.launch.ranks.standby import Standby, forked
+import shardwright
+from shardwright.launch.ranks.standby import forked, standby
 from shardwright.libraries import LIBRARIES, note_libraries, read_libraries
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher asks for it on Linux alone")
@@ -51,9 +52,7 @@ def wait_for(condition):
 @contextmanager
 def ready(folder, libraries=("numpy",)):
     """A standby that waits for scripts."""
-    (folder / LIBRARIES).write_text(json.dumps([list(libraries), sys.path, {"SET_BY_SCRIPT": "1"}]))
-    with Standby(folder):
-        wait_for(lambda: (folder / "standby").exists())
+    with standby(folder, written("".join(f"import {name}\n" for name in libraries), "first.py")):
         yield
 
 
@@ -180,9 +179,8 @@ def test_threads_that_end_for_a_fork_are_none(folder, monkeypatch):
 
 
 def test_it_ends_with_the_launcher_when_the_last_script_has(folder):
-    (folder / LIBRARIES).write_text(json.dumps([[], sys.path, {}]))
-    launcher = "from pathlib import Path; from shardwright.launch.ranks.standby import Standby\n"
-    launcher += f"with Standby(Path({str(folder)!r})):\n    input()\n"
+    launcher = "from pathlib import Path; from shardwright.launch.ranks.standby import standby\n"
+    launcher += f"with standby(Path({str(folder)!r}), ''):\n    input()\n"
     script = written("import os\nprint(os.getppid(), flush=True)\nos.read(0, 1)\nprint('saved')\n")
     with subprocess.Popen([sys.executable, "-c", launcher], stdin=subprocess.PIPE) as process:
         wait_for(lambda: (folder / "standby").exists())
@@ -199,17 +197,69 @@ def test_it_ends_with_the_launcher_when_the_last_script_has(folder):
         wait_for(lambda: not Path(f"/proc/{standby}").exists())
 
 
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+
+
 def test_there_is_none_where_a_library_has_threads(folder):
-    written(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
-        "t.py",
-    )
-    (folder / LIBRARIES).write_text(json.dumps([["t"], [*sys.path, os.getcwd()], {}]))
-    with Standby(folder) as standby:
-        while standby.process is None or standby.process.poll() is None:
-            time.sleep(0.02)
-        assert standby.process.returncode == 1
+    written(THREAD, "torchvision.py")  # which the script finds before a known one
+    with standby(folder, written("import torchvision")) as process:
+        assert process.wait(30) == 1
         assert forked(folder, (written("pass"),), os.environ) is None
+
+
+def told(folder, *libraries):
+    (folder / LIBRARIES).write_text(json.dumps([libraries, [*sys.path, os.getcwd()], {}]))
+
+
+def test_ranks_that_start_again_find_what_was_told_as_well(folder):
+    written("x = 1", "was_told.py")
+    script = written("import sys\nprint('was_told' in sys.modules)")
+    with ready(folder):
+        assert run(folder, script)[1] == "False\n"
+        told(folder, "was_told")
+        wait_for(lambda: run(folder, script)[1] == "True\n")
+
+
+def test_there_is_none_any_more_where_what_was_told_has_threads(folder):
+    written(THREAD, "has_threads.py")
+    waits = written("import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.02)", "waits.py")
+    script = written("pass")
+    with ready(folder), closing(forked(folder, (waits,), os.environ)) as running:
+        told(folder, "has_threads")
+        wait_for(lambda: (other := forked(folder, (script,), os.environ)) is None or other.close())
+        assert running.poll() is None
+        written("", "go")
+        wait_for(lambda: running.poll() == 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "has_numpy"),
+    [
+        ('"A script."\nfrom __future__ import annotations\nimport os, numpy.linalg\n', True),
+        ('import os\nos.environ["OMP_NUM_THREADS"] = "3"\nimport numpy\n', False),
+        ("import settings_of_mine\nimport numpy\n", False),
+        ("import numpy\nimport\n", False),
+        ("from numpy import no_such_name\n", True),
+    ],
+)
+def test_what_is_imported_ahead_is_what_a_script_imports_first(folder, first, has_numpy):
+    script = written("import sys\nprint('numpy' in sys.modules)")
+    with standby(folder, written(first, "first.py")):
+        assert run(folder, script)[:2] == (0, f"{has_numpy}\n")
+
+
+def test_of_a_forked_process_what_the_script_sets_is_noted(folder):
+    script = written(f"""
+        import os, sys
+        sys.path.append({str(Path(shardwright.__file__).parents[1])!r})
+        from pathlib import Path
+        from shardwright.libraries import note_libraries
+        os.environ["SET"] = "1"
+        note_libraries(Path("run"))
+    """)
+    with ready(folder):
+        assert run(folder, script, environ={**os.environ, "RANK": "0"})[0] == 0
+    assert read_libraries(folder / LIBRARIES)[2] == {"SET": "1"}
 
 
 def test_libraries_are_noted_without_modules_of_the_script(folder, monkeypatch):
@@ -217,11 +267,13 @@ def test_libraries_are_noted_without_modules_of_the_script(folder, monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
     import own_module  # noqa: F401
 
+    import shardwright.integrations
+
     monkeypatch.setenv("SET_BY_SCRIPT", "1")
     note_libraries(folder)
     names, search_path, variables = read_libraries(folder / LIBRARIES)
     assert "own_module" not in names
-    assert "__main__" not in names
+    assert not {"__main__", shardwright.integrations.__name__} & set(names)
     assert names.index("shardwright") < names.index("shardwright.libraries")
     assert {"json.decoder", "pytest"} <= set(names)
     assert search_path == sys.path

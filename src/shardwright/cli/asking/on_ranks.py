@@ -14,6 +14,7 @@ from shardwright.cli.asking.application import say
 from shardwright.cli.asking.model import check_factory
 from shardwright.errors import UsageError
 from shardwright.files import check_place, replace_file
+from shardwright.launch.launching import launch
 from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
@@ -76,9 +77,6 @@ def run_for_files(
         )
         if endpoint is not None and num_nodes > 1:
             check_endpoint(endpoint, os.environ, say=say)
-        # Here, because it imports torch: --help answers before.
-        from shardwright.launch.ranks.agent import launch
-
         if code := launch(request, report=say):
             sys.exit(code)  # the logs of the ranks stay where the message says
         shutil.rmtree(ranks, ignore_errors=True)

@@ -20,6 +20,7 @@ from shardwright.comm.joining.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.exit_codes import FAILED
+from shardwright.launch.launching import launch
 from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest, torchrun_command, torchrun_line
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
@@ -280,9 +281,6 @@ def _launch(request: LaunchRequest, begun: BegunRun, *, quiet: bool, verbose: bo
         say(begun.remark)
     if request.chaos is not None and (notes := begun.folder.path / "faults.jsonl").is_file():
         say(f"note: the faults in {show_path(notes)} have happened, and come no more; anew: --fresh")
-    # Here, because it imports torch: the checks above answer before.
-    from shardwright.launch.ranks.agent import launch
-
     try:
         code = launch(request, report=say, verbose=verbose)
     except BaseException:

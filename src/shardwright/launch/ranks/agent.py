@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import LaunchError
 from shardwright.launch.processes import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.ranks.request import LaunchRequest, as_it_is, job_variables, result_folders
-from shardwright.launch.ranks.standby import Standby
+from shardwright.launch.ranks.standby import STANDBY
 from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report, why_not_again
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import saved_step
@@ -58,23 +57,19 @@ class _NoLogs(LogsSpecs):
         )
 
 
-def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bool = False) -> int:
+def run(request: LaunchRequest, folder: Path, *, report: Callable[[str], None], verbose: bool) -> int:
+    """Runs ranks to their end; returns the exit code of the launcher."""
     report = _wherever(report)
-    os.environ.update(request.worker_environ(os.environ))
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not verbose:
         _silence_torchelastic()
     with (
-        tempfile.TemporaryDirectory(prefix="shardwright-run-") as folder,
         _own_signal_handlers_restored(),
         _secret_of_run(request),
         _job_variables(request),
         contextlib.ExitStack() as stack,
     ):
-        exits = ExitLog(Path(folder) / "exits.jsonl")
+        exits = ExitLog(folder / "exits.jsonl")
         stack.callback(_publish, exits, os.environ.pop(EXITS_VARIABLE, None))
-        if _has_standby(request):
-            stack.enter_context(Standby(Path(folder)))
         try:
             elastic_launch(_launch_config(request, exits, report), sys.executable)(
                 *_worker_arguments(request, folder)
@@ -160,17 +155,12 @@ def _silence_torchelastic() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
+def _worker_arguments(request: LaunchRequest, folder: Path) -> list[str]:
     supervisor = ["-P", "-m", "shardwright.launch.ranks.worker", "--exits", f"{folder}/exits.jsonl"]
     limits = ["--logs", str(request.logs.absolute()), "--grace-s", str(request.grace_s)]
-    standby = ["--standby", folder] if _has_standby(request) else []
+    standby = ["--standby", str(folder)] if (folder / STANDBY).exists() else []
     goes_on = ["--goes-on"] if request.min_nodes else []
     return as_it_is([*supervisor, *limits, *standby, *goes_on, "--", sys.executable, "-u", *request.script])
-
-
-def _has_standby(request: LaunchRequest) -> bool:
-    """Whether ranks that start again are forked. With GPUs, that is not tried yet."""
-    return request.max_restarts > 0 and sys.platform == "linux" and not torch.cuda.is_available()
 
 
 def _why_not_again(exits: ExitLog) -> str:

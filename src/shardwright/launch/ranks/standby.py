@@ -1,18 +1,22 @@
-"""A process with the script's libraries imported, of which ranks are forked when they start again.
+"""A process with the script's libraries imported, of which the ranks of a host are forked.
 
 ::
 
-    rank 0, after a step ──its libraries──► file ──► standby: imports them, and waits
+    launcher ──the script, a socket──► standby: imports what the script imports first, and waits
     supervisor ──words, variables, pipes──► standby ──fork──► rank: runs the script as Python would
                ◄── process; its exit code ──┘
+    rank 0, after a step ──its libraries──► file ──► standby: imports the rest, for ranks that start again
 
-Half of a restart is imports. Where something speaks against a fork (a library with threads, imports that are
-under way), a rank starts in an interpreter of its own, as all ranks did at first. The script's own modules
-are not imported ahead, and it finds its process as a new one.
+Most of a start is imports, and PyTorch is imported here once for all ranks, while the launcher imports it
+too. Where something speaks against a fork (a library with threads), ranks start in interpreters of their own.
+The script's own modules are not imported ahead, and it finds its process as a new one.
 """
 
+import ast
+import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -21,8 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -30,56 +33,70 @@ from types import CodeType
 from typing import Any, BinaryIO
 
 from shardwright.after_import import objects_are_frozen
+from shardwright.errors import LaunchError
 from shardwright.launch.processes import die_with_parent, kill_group, num_threads
-from shardwright.libraries import LIBRARIES, read_libraries
+from shardwright.libraries import LIBRARIES, read_libraries, starts_with
 
 _BEGIN = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); "
     "from shardwright.launch.ranks.standby import main; exec(*main())"
 )
+STANDBY = "standby"
+"""The name of its socket."""
+
+_AHEAD = ("numpy", "safetensors", "shardwright.torch", "tokenizers", "torch", "torchvision", "tqdm", "yaml")
+"""Libraries that may be imported before a script begins: they start no threads, and ask for no rank."""
+_AHEAD_WITHOUT_DATASETS = ("accelerate", "peft", "transformers")
+"""More of them, unless they find `datasets`: they import it, and it starts threads."""
 _SIZE = struct.Struct("=I")
 _NUMBER = struct.Struct("=i")
 _OF_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 0.5
-_ANSWER_S = 5.0
+_ANSWER_S = 60.0
+_READ_S = 5.0
 
 
-class Standby:
-    """Starts the process once a rank has told its libraries, and ends it with this object's context.
+@contextlib.contextmanager
+def standby(folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts the process, which listens at `folder`, and ends it with the context.
 
-    Attributes:
-        process: None before a rank has told its libraries.
+    Args:
+        script: a file of Python, or what is none: then nothing is imported ahead.
+
+    Raises:
+        LaunchError: the folder can have no socket.
     """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self.process: subprocess.Popen[bytes] | None = None
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardwright-standby", daemon=True)
-
-    def __enter__(self) -> "Standby":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not (self._folder / LIBRARIES).exists():
-            if self._end.wait(_LOOK_S):
-                return
-        _, _, variables = read_libraries(self._folder / LIBRARIES)
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _BEGIN, str(self._folder), str(os.getpid())],
-            env={**os.environ, **variables},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            with _address(folder) as address:
+                listener.bind(address)
+        except OSError as error:
+            raise LaunchError(
+                f"{folder} can have no socket: {error.strerror}. Name another folder for temporary files, as "
+                "by TMPDIR=/tmp."
+            ) from error
+        listener.listen()  # supervisors may ask at once, and wait for what is imported
+        words = (str(listener.fileno()), str(folder), script, str(os.getpid()))
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _BEGIN, *words],
+            pass_fds=(listener.fileno(),),
             start_new_session=True,
         )
-        self._end.wait()
-        self.process.kill()
-        self.process.wait()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """Where it listens, in few characters: the path of a socket has at most 107."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{STANDBY}"
+    finally:
+        os.close(descriptor)
 
 
 class ForkedScript:
@@ -120,7 +137,8 @@ def forked(folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> Fo
     pipes = [os.pipe(), os.pipe()]
     try:
         connection.settimeout(_ANSWER_S)
-        connection.connect(str(folder / "standby"))
+        with _address(folder) as address:
+            connection.connect(address)
         request = json.dumps([os.getcwd(), list(words), dict(environ)]).encode()
         socket.send_fds(connection, [_SIZE.pack(len(request))], [write for _, write in pipes])
         connection.sendall(request)
@@ -143,24 +161,77 @@ def forked(folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> Fo
 
 def main() -> tuple[CodeType, dict[str, Any]]:
     """Imports, and forks ranks; returns in these alone, with what they have to run."""
-    folder, agent_pid = Path(sys.argv[1]), int(sys.argv[2])
+    listener_fd, folder, script, agent_pid = sys.argv[1:]
     # Schedulers send them to all processes: ranks have them from their supervisors, and decide.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_RANKS}
-    search_path = list(sys.path)
-    names, sys.path[:], _ = read_libraries(folder / LIBRARIES)
-    for name in names:
-        with suppress(Exception):  # it is another one than in the rank; the script will say so itself
-            importlib.import_module(name)
-    if _has_threads():
-        sys.exit(1)  # a fork has one thread, and no other's locks
-    sys.path[:] = search_path
-    gc.collect()
-    gc.freeze()  # ranks share these pages as long as nobody writes to them
-    objects_are_frozen()  # counted here, and not by each rank
-    words = _serve(folder / "standby", agent_pid)
+    with socket.socket(fileno=int(listener_fd)) as listener:
+        listener.set_inheritable(False)
+        _import_first(script)
+        if not _is_ready():
+            sys.exit(1)
+        for descriptor in (1, 2):  # whoever reads them waits for their end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        words = _serve(listener, Path(folder) / LIBRARIES, int(agent_pid))
     for number, handler in before.items():
         signal.signal(number, handler)
     return _as_main(words)
+
+
+def _import_first(script: str) -> None:
+    """Runs the imports with which a script begins, up to the first line that may be meant for others."""
+    with suppress(OSError, SyntaxError, ValueError, RecursionError), _search_path(_search_path_of(script)):
+        more = () if importlib.util.find_spec("datasets") else _AHEAD_WITHOUT_DATASETS
+        known = tuple(f"{name}." for name in (*_AHEAD, *more))
+        for statement in ast.parse(Path(script).read_bytes()).body if script.endswith(".py") else ():
+            names = _imported(statement)
+            libraries = [
+                name for name in names or () if name.partition(".")[0] not in sys.stdlib_module_names
+            ]
+            if names is None or not all(f"{name}.".startswith(known) for name in libraries):
+                return
+            if libraries:
+                with suppress(Exception):  # the script will say so itself
+                    exec(compile(ast.Module([statement], []), script, "exec"), {"__name__": "__standby__"})
+
+
+def _imported(statement: ast.stmt) -> list[str] | None:
+    """The modules that a line imports, none of a docstring; None of another line.
+
+    >>> [_imported(line) for line in ast.parse("'A'; import os, torch.nn; from . import a; x = 1").body]
+    [[], ['os', 'torch.nn'], None, None]
+    """
+    match statement:
+        case ast.Import(names):
+            return [each.name for each in names]
+        case ast.ImportFrom(str(module), level=0):
+            return [module]
+        case ast.Expr(ast.Constant()):
+            return []
+    return None
+
+
+@contextlib.contextmanager
+def _search_path(places: Sequence[str]) -> Iterator[None]:
+    own, sys.path[:] = list(sys.path), places
+    try:
+        yield
+    finally:
+        sys.path[:] = own
+
+
+def _search_path_of(script: str) -> list[str]:
+    """Where a script's modules are looked for, its folder first, as Python has it."""
+    return [*([] if sys.flags.safe_path else [os.path.dirname(os.path.realpath(script))]), *sys.path]
+
+
+def _is_ready() -> bool:
+    """Whether ranks may be forked: of this process, a fork has one thread, and no other's locks."""
+    if _has_threads():
+        return False
+    gc.collect()
+    gc.freeze()  # ranks share these pages as long as nobody writes to them
+    objects_are_frozen()  # counted here, and not by each rank
+    return True
 
 
 def _has_threads() -> bool:
@@ -173,7 +244,24 @@ def _has_threads() -> bool:
     return num_threads() > 1
 
 
-def _serve(path: Path, agent_pid: int) -> list[str]:
+def _import_rest(libraries: Path, listener: socket.socket) -> Iterator[bool]:
+    """Imports what a rank tells one day, a module for each `next`, which says whether another is due."""
+    while not libraries.exists():
+        yield False
+    names, places, variables = read_libraries(libraries)
+    os.environ.update(variables)  # libraries read them; ranks have their own
+    for name in names:
+        if name not in sys.modules:
+            with _search_path(places), suppress(Exception):  # it is another one than in the rank
+                importlib.import_module(name)
+            yield True
+    if not _is_ready():
+        listener.close()  # ranks that start again do so in interpreters of their own
+    while True:
+        yield False
+
+
+def _serve(listener: socket.socket, libraries: Path, agent_pid: int) -> list[str]:
     """Forks a process for each request, and tells how it ended; returns in these, with their words."""
     wakeup, write_end = os.pipe()
     for descriptor in (wakeup, write_end):
@@ -181,38 +269,38 @@ def _serve(path: Path, agent_pid: int) -> list[str]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
     connections: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"{path}-")
-        listener.listen()
-        os.rename(f"{path}-", path)  # who finds it is heard
-        while connections or os.getppid() == agent_pid:  # ranks may save when the agent has gone
-            by_fd = {connection.fileno(): pid for pid, connection in connections.items()}
-            ready, _, _ = select.select([listener.fileno(), wakeup, *by_fd], [], [], _LOOK_S)
-            if wakeup in ready:
-                os.read(wakeup, 64)
-                _tell_ended(connections)
-            for descriptor in by_fd.keys() & set(ready):
-                kill_group(by_fd[descriptor])  # its supervisor has gone
-                connections.pop(by_fd[descriptor], None)
-            if listener.fileno() in ready:
-                connection, _ = listener.accept()
-                request = _read(connection)
-                if request is None:
-                    continue
-                own_pid, pid = os.getpid(), os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    for other in (connection, *connections.values()):
-                        other.close()
-                    for descriptor in (wakeup, write_end):
-                        os.close(descriptor)
-                    return _as_new(*request, parent_pid=own_pid)
-                *_, pipes = request
-                for pipe in pipes:
-                    os.close(pipe)
-                connections[pid] = connection
-                with suppress(OSError):  # it has left again, which the next look finds
-                    connection.sendall(_NUMBER.pack(pid))
+    imports, is_importing = _import_rest(libraries, listener), False
+    while connections or os.getppid() == agent_pid:  # ranks may save when the agent has gone
+        by_fd = {connection.fileno(): pid for pid, connection in connections.items()}
+        heard = [] if listener.fileno() < 0 else [listener.fileno()]
+        ready, _, _ = select.select([*heard, wakeup, *by_fd], [], [], 0 if is_importing else _LOOK_S)
+        if wakeup in ready:
+            os.read(wakeup, 64)
+            _tell_ended(connections)
+        for descriptor in by_fd.keys() & set(ready):
+            kill_group(by_fd[descriptor])  # its supervisor has gone
+            connections.pop(by_fd[descriptor], None)
+        if listener.fileno() in ready:
+            connection, _ = listener.accept()
+            request = _read(connection)
+            if request is None:
+                continue
+            own_pid, pid = os.getpid(), os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for other in (connection, *connections.values()):
+                    other.close()
+                for descriptor in (wakeup, write_end):
+                    os.close(descriptor)
+                return _as_new(*request, parent_pid=own_pid)
+            *_, pipes = request
+            for pipe in pipes:
+                os.close(pipe)
+            connections[pid] = connection
+            with suppress(OSError):  # it has left again, which the next look finds
+                connection.sendall(_NUMBER.pack(pid))
+        else:
+            is_importing = next(imports)
     sys.exit(0)
 
 
@@ -229,7 +317,7 @@ _Request = tuple[str, list[str], dict[str, str], list[int]]
 
 def _read(connection: socket.socket) -> _Request | None:
     """The folder, words and variables of a script, and its pipes; None where nobody asks any more."""
-    connection.settimeout(_ANSWER_S)
+    connection.settimeout(_READ_S)
     pipes: list[int] = []
     try:
         head, pipes, _, _ = socket.recv_fds(connection, _SIZE.size, 2)
@@ -257,6 +345,7 @@ def _as_new(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    starts_with(environ)
     if "numpy" in sys.modules:  # Python seeds its own in each fork
         sys.modules["numpy"].random.seed()
     return words
@@ -267,15 +356,15 @@ def _as_main(words: list[str]) -> tuple[CodeType, dict[str, Any]]:
     own = vars(sys.modules["__main__"])
     for name in own.keys() - {"__builtins__", "__doc__", "__name__", "__package__"}:
         del own[name]
-    safe = sys.flags.safe_path
+    sys.orig_argv = [sys.executable, "-u", *words]
     if words[0] == "-m":
         sys.argv = words[1:]
-        sys.path[:0] = [] if safe else [os.getcwd()]
+        sys.path[:0] = [] if sys.flags.safe_path else [os.getcwd()]
         run = f"import runpy; runpy._run_module_as_main({words[1]!r})"
         return compile(run, "<string>", "exec"), own
     file = os.path.abspath(words[0])
     sys.argv = words
-    sys.path[:0] = [] if safe else [os.path.dirname(os.path.realpath(file))]
+    sys.path[:] = _search_path_of(file)
     loader = SourceFileLoader("__main__", file)
     own.update(__annotations__={}, __cached__=None, __file__=file, __loader__=loader, __spec__=None)
     return loader.source_to_code(loader.get_data(file), file), own

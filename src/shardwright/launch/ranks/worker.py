@@ -152,10 +152,10 @@ class _Supervisor:
 
     def _start(self) -> Script:
         if self._standby is not None:
-            if self._life > 0 and (script := forked(self._standby, self._command[2:], self._environ)):
-                return script
-            if self._local_rank == 0:
+            if self._local_rank == 0 and self._attempt + 1 < self._num_attempts:
                 self._environ[LIBRARIES_VARIABLE] = str(self._standby)
+            if script := forked(self._standby, self._command[2:], self._environ):
+                return script
         own_pid = os.getpid()
         return subprocess.Popen(
             self._command,

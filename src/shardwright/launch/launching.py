@@ -1,0 +1,33 @@
+"""Launches the ranks of this host."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from shardwright.launch.placement import may_have_gpus
+from shardwright.launch.ranks.request import LaunchRequest
+from shardwright.launch.ranks.standby import standby
+
+
+def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bool = False) -> int:
+    """Runs a script on ranks of this host; returns the exit code of the launcher.
+
+    Args:
+        report: is told what happens, and how it ended.
+        verbose: leaves messages of torchelastic as they are.
+
+    Raises:
+        LaunchError: they cannot be started.
+    """
+    os.environ.update(request.worker_environ(os.environ))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    forks = sys.platform == "linux" and not may_have_gpus()  # with GPUs, that is not tried yet
+    with tempfile.TemporaryDirectory(prefix="shardwright-run-") as name:
+        folder = Path(name)
+        with standby(folder, request.script[0]) if forks else nullcontext():
+            from shardwright.launch.ranks.agent import run  # PyTorch, beside the import of the standby
+
+            return run(request, folder, report=report, verbose=verbose)
