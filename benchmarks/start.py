@@ -9,7 +9,9 @@ behind the script's imports, to which `torch._dynamo` belongs, as an optimizer o
 our own modules come with the first name that is asked for. A first run finds nothing in the cache, a second
 one what the first has left.
 
-Sections: imports, toy, gpt, factory.
+Section jobs has whole processes: the same script on so many ranks by our launcher, and by torchrun.
+
+Sections: imports, toy, gpt, jobs, factory.
 """
 
 import argparse
@@ -134,6 +136,30 @@ def _to_first_step(model: str, cache: str) -> dict[str, float]:
     return {key: max(each[key] for each in of_ranks) for key in of_ranks[0]}
 
 
+def jobs(options: argparse.Namespace) -> Section:
+    """Whole jobs of a step, from the command to the end of the last process."""
+    rows, checks = [["", "cpu s", "clock s"]], []
+    for ranks in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            ours = [sys.executable, "-m", "shardwright", "run", "-q", "--fresh", "-n", str(ranks)]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            found: dict[str, list[tuple[float, float]]] = {"shardwright run": [], "torchrun": []}
+            for _ in range(1 if options.quick else 5):
+                for name, launch in zip(found, (ours, torchrun), strict=True):
+                    found[name].append(seconds([*launch, str(_SCRIPT), "toy", folder], folder=folder))
+        medians = {
+            name: [statistics.median(each) for each in zip(*runs, strict=True)]
+            for name, runs in found.items()
+        }
+        rows += [
+            [f"{name}, {ranks} ranks", *(f"{value:.2f}" for value in each)] for name, each in medians.items()
+        ]
+        ratio = medians["shardwright run"][0] / medians["torchrun"][0]
+        what = f"of the processor time with torchrun, {ranks} ranks"
+        checks.append(Check(section="J", what=what, value=ratio, target=1.0))
+    return {"Whole jobs of one step": rows}, checks
+
+
 def factory(_: argparse.Namespace) -> Section:
     """A search of degrees for 80 equal layers on the meta device."""
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +173,7 @@ def factory(_: argparse.Namespace) -> Section:
 
 def main() -> int:
     """Measures, prints, and writes what is asked for; returns the exit status."""
-    sections = {"imports": imports, "toy": toy, "gpt": gpt, "factory": factory}
+    sections = {"imports": imports, "toy": toy, "gpt": gpt, "jobs": jobs, "factory": factory}
     parser = parser_for(__doc__, quick="each once, imports three times")
     parser.add_argument("--only", help="one section", choices=list(sections))
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -24,7 +24,8 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
     """
     os.environ.update(request.worker_environ(os.environ))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    forks = sys.platform == "linux" and not may_have_gpus()  # with GPUs, that is not tried yet
+    # With GPUs, that is not tried yet.
+    forks = sys.platform == "linux" and not may_have_gpus() and not request.replaces_names
     with tempfile.TemporaryDirectory(prefix="shardwright-run-") as name:
         folder = Path(name)
         with standby(folder, request.script[0]) if forks else nullcontext():

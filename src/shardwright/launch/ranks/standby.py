@@ -17,6 +17,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import select
@@ -36,6 +37,7 @@ from shardwright.after_import import objects_are_frozen
 from shardwright.errors import LaunchError
 from shardwright.launch.processes import die_with_parent, kill_group, num_threads
 from shardwright.libraries import LIBRARIES, read_libraries, starts_with
+from shardwright.quantities import MOST_RANKS_OF_HOST
 
 _BEGIN = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); "
@@ -48,6 +50,16 @@ _AHEAD = ("numpy", "safetensors", "shardwright.torch", "tokenizers", "torch", "t
 """Libraries that may be imported before a script begins: they start no threads, and ask for no rank."""
 _AHEAD_WITHOUT_DATASETS = ("accelerate", "peft", "transformers")
 """More of them, unless they find `datasets`: they import it, and it starts threads."""
+_OF_EACH_RUN = (
+    "torch._dynamo",  # an optimizer imports it
+    "shardwright.torch.startup",
+    "shardwright.torch.measuring.planning",
+    "shardwright.torch.step_function",
+    "shardwright.torch.checkpoints.checkpoints",
+    "shardwright.comm.collectives.shardwright_process_group",
+)
+"""What each rank imports otherwise, one by one, in `init` and after it."""
+_OURS = ("shardwright", "smdistributed")
 _SIZE = struct.Struct("=I")
 _NUMBER = struct.Struct("=i")
 _OF_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -75,7 +87,7 @@ def standby(folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
                 f"{folder} can have no socket: {error.strerror}. Name another folder for temporary files, as "
                 "by TMPDIR=/tmp."
             ) from error
-        listener.listen()  # supervisors may ask at once, and wait for what is imported
+        listener.listen(MOST_RANKS_OF_HOST)  # they may all ask at once, and wait for what is imported
         words = (str(listener.fileno()), str(folder), script, str(os.getpid()))
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", _BEGIN, *words],
@@ -178,36 +190,49 @@ def main() -> tuple[CodeType, dict[str, Any]]:
 
 
 def _import_first(script: str) -> None:
-    """Runs the imports with which a script begins, up to the first line that may be meant for others."""
-    with suppress(OSError, SyntaxError, ValueError, RecursionError), _search_path(_search_path_of(script)):
-        more = () if importlib.util.find_spec("datasets") else _AHEAD_WITHOUT_DATASETS
-        known = tuple(f"{name}." for name in (*_AHEAD, *more))
-        for statement in ast.parse(Path(script).read_bytes()).body if script.endswith(".py") else ():
-            names = _imported(statement)
-            libraries = [
-                name for name in names or () if name.partition(".")[0] not in sys.stdlib_module_names
-            ]
-            if names is None or not all(f"{name}.".startswith(known) for name in libraries):
-                return
-            if libraries:
-                with suppress(Exception):  # the script will say so itself
-                    exec(compile(ast.Module([statement], []), script, "exec"), {"__name__": "__standby__"})
+    """Runs the imports with which a script begins, up to the first line that may be meant for others.
 
-
-def _imported(statement: ast.stmt) -> list[str] | None:
-    """The modules that a line imports, none of a docstring; None of another line.
-
-    >>> [_imported(line) for line in ast.parse("'A'; import os, torch.nn; from . import a; x = 1").body]
-    [[], ['os', 'torch.nn'], None, None]
+    With PyTorch among them, a script that imports us anywhere has all of us imported, too.
     """
-    match statement:
+    with suppress(Exception), _search_path(_search_path_of(script)):
+        lines = ast.parse(Path(script).read_bytes()).body if script.endswith(".py") else []
+        for line in itertools.takewhile(_is_known, lines):
+            if _libraries(line):
+                with suppress(Exception):  # the script will say so itself
+                    exec(compile(ast.Module([line], []), script, "exec"), {"__name__": "__standby__"})
+        if "torch" in sys.modules and any(
+            name.startswith(_OURS) for each in lines for name in _libraries(each)
+        ):
+            for name in _OF_EACH_RUN:
+                importlib.import_module(name)
+
+
+def _is_known(line: ast.stmt) -> bool:
+    """Whether a line is an import of what may be imported ahead, or a docstring."""
+    is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+    more = () if importlib.util.find_spec("datasets") else _AHEAD_WITHOUT_DATASETS
+    known = tuple(f"{name}." for name in (*_AHEAD, *more))
+    return is_text or (
+        _modules(line) != [] and all(f"{name}.".startswith(known) for name in _libraries(line))
+    )
+
+
+def _libraries(line: ast.stmt) -> list[str]:
+    return [name for name in _modules(line) if name.partition(".")[0] not in sys.stdlib_module_names]
+
+
+def _modules(line: ast.stmt) -> list[str]:
+    """The modules that a line imports.
+
+    >>> [_modules(line) for line in ast.parse("import os, torch.nn; from a import b; from . import c").body]
+    [['os', 'torch.nn'], ['a'], []]
+    """
+    match line:
         case ast.Import(names):
             return [each.name for each in names]
         case ast.ImportFrom(str(module), level=0):
             return [module]
-        case ast.Expr(ast.Constant()):
-            return []
-    return None
+    return []
 
 
 @contextlib.contextmanager

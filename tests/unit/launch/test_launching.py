@@ -1,0 +1,42 @@
+"""Ranks are forked where libraries may be imported before a script begins."""
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from shardwright.launch import launching
+from shardwright.launch.ranks import agent
+from shardwright.launch.ranks.request import LaunchRequest
+
+
+@pytest.mark.parametrize(
+    ("words", "platform", "has_gpus", "expected"),
+    [
+        ({}, "linux", False, ["train.py"]),
+        ({"target": "package.train", "is_module": True}, "linux", False, ["-m"]),
+        ({}, "darwin", False, []),
+        ({}, "linux", True, []),
+        ({"device": "cpu"}, "linux", False, []),
+        ({"target": "shardwright.integrations", "is_module": True}, "linux", False, []),
+    ],
+)
+def test_a_process_with_libraries_is_begun(tmp_path, monkeypatch, words, platform, has_gpus, expected):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("SHARDWRIGHT_RUN_DIR", "SHARDWRIGHT_DEVICE", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # what is set is taken back
+    begun = []
+
+    @contextmanager
+    def standby(folder, script):
+        begun.append(script)
+        yield
+
+    monkeypatch.setattr(launching, "standby", standby)
+    monkeypatch.setattr(launching, "may_have_gpus", lambda: has_gpus)
+    monkeypatch.setattr(agent, "run", lambda *_, **__: 7)
+    monkeypatch.setattr(sys, "platform", platform)
+    request = LaunchRequest(**{"target": "train.py", "run_folder": tmp_path, **words})
+    assert launching.launch(request, report=print) == 7
+    assert begun == expected
