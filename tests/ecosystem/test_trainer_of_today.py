@@ -41,6 +41,13 @@ def test_two_stages_log_evaluate_and_predict_what_one_process_does(plain, staged
     assert staged[1]["train_loss"] == pytest.approx(plain[1]["train_loss"], abs=3e-6)
 
 
+def test_two_parts_of_each_layer_train_and_predict_as_one_process(plain, tmp_path):
+    """They counted as replicas; and the last batch, of one sample, was refused."""
+    compare(
+        over_ranks(SCRIPT, cwd=tmp_path, settings={"tensor_parallel_degree": 2, "microbatches": 2}), plain[1]
+    )
+
+
 def test_the_saved_model_is_that_of_one_process(plain, staged):
     from safetensors.torch import load_file
 

@@ -105,12 +105,12 @@ class Accelerator(accelerate.Accelerator):
     @property
     def num_processes(self) -> int:
         """Number of replicas."""
-        return sw.dp_size()
+        return sw.rdp_size()
 
     @property
     def process_index(self) -> int:
         """The replica of this rank."""
-        return sw.dp_rank()
+        return sw.rdp_rank()
 
     @property
     def is_last_process(self) -> bool:
@@ -309,7 +309,7 @@ class _Scheduler(AcceleratedScheduler):
     """A scheduler that steps once for each replica, as its script counts batches of one process."""
 
     def __init__(self, scheduler: Any, optimizers: Any, *, step_with_optimizer: bool, split_batches: bool):
-        self._times = 1 if split_batches or not step_with_optimizer else sw.dp_size()
+        self._times = 1 if split_batches or not step_with_optimizer else sw.rdp_size()
         super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -335,9 +335,9 @@ def _no_state(folder: Path) -> str:
 def _gathered(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     tensor = tensor.contiguous() if tensor.dim() else tensor[None]
-    if sw.dp_size() == 1:
+    if sw.rdp_size() == 1:
         return tensor
-    found = [torch.empty_like(tensor) for _ in range(sw.dp_size())]
+    found = [torch.empty_like(tensor) for _ in range(sw.rdp_size())]
     dist.all_gather(found, tensor, group=sw.get_dp_process_group())
     return torch.cat(found)
 
@@ -353,7 +353,7 @@ def _are_tensors(data: Any) -> bool:
 
 def _objects_gathered(data: Any) -> Any:
     """The items of all replicas in one list; of one replica, as they are."""
-    if sw.dp_size() == 1:
+    if sw.rdp_size() == 1:
         return data
     found = tell_all(data, group=sw.get_dp_process_group(), objects=True)
     return [item for items in found for item in items]
@@ -363,6 +363,6 @@ def _reduced(tensor: Tensor, reduction: str) -> Tensor:
     if reduction not in ("sum", "mean"):
         raise UsageError(f'accelerator.reduce(reduction="{reduction}"): only "sum" and "mean" are there.')
     total = tensor.detach().clone()
-    if sw.dp_size() > 1:
+    if sw.rdp_size() > 1:
         dist.all_reduce(total, group=sw.get_dp_process_group())
-    return total / sw.dp_size() if reduction == "mean" else total
+    return total / sw.rdp_size() if reduction == "mean" else total

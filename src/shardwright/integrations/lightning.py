@@ -115,7 +115,7 @@ class ShardwrightStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether replicas need data of their own."""
-        return sw.is_initialized() and sw.dp_size() > 1
+        return sw.is_initialized() and sw.rdp_size() > 1
 
     @property
     def global_rank(self) -> int:
@@ -132,7 +132,7 @@ class ShardwrightStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The part of the data that this replica reads."""
-        return {"num_replicas": sw.dp_size(), "rank": sw.dp_rank()}
+        return {"num_replicas": sw.rdp_size(), "rank": sw.rdp_rank()}
 
     # ---- model and optimizers ----
 
@@ -186,13 +186,13 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, sum, maximum or minimum of a number over the replicas."""
-        if not isinstance(tensor, Tensor) or sw.dp_size() == 1:
+        if not isinstance(tensor, Tensor) or sw.rdp_size() == 1:
             return tensor
         total, name = tensor.detach().clone(), str(reduce_op).upper().rpartition(".")[2]
         is_mean = name in ("MEAN", "AVG")
         op = dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, name)
         dist.all_reduce(total, op=op, group=sw.get_dp_process_group())
-        return total / sw.dp_size() if is_mean else total
+        return total / sw.rdp_size() if is_mean else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or some rank, decide so."""
@@ -204,7 +204,7 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all replicas, along a new first dimension."""
-        found = [torch.empty_like(tensor) for _ in range(sw.dp_size())]
+        found = [torch.empty_like(tensor) for _ in range(sw.rdp_size())]
         if len(found) == 1:
             return tensor[None]
         dist.all_gather(found, tensor.detach().contiguous(), group=sw.get_dp_process_group())
@@ -368,7 +368,9 @@ def _spread(module: lightning.LightningModule) -> sw.DistributedModel:
     model = script_run().model
     if model is not None and model.get_module() is module:
         return model
-    return sw.DistributedModel(module, average_grads_across_microbatches=False)
+    model = sw.DistributedModel(module, average_grads_across_microbatches=False)
+    model.steps_weigh_microbatches = True
+    return model
 
 
 def _refuse(trainer: lightning.Trainer, module: lightning.LightningModule) -> None:

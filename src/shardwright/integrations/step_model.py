@@ -115,6 +115,7 @@ class StepModel(sw.DistributedModel):
         training_outputs: bool = False,
     ):
         super().__init__(module, average_grads_across_microbatches=False)
+        self.steps_weigh_microbatches = True
         self.accumulation = accumulation
         self._autocast = autocast
         self._training_outputs = training_outputs
@@ -207,7 +208,7 @@ class StepModel(sw.DistributedModel):
 
     def _factor_of(self, kwargs: Mapping[str, Any]) -> int:
         """What the loop multiplies the loss by: with items, it undoes the means over calls and replicas."""
-        return 1 if kwargs.get(_NUM_ITEMS) is None else self.accumulation * sw.dp_size()
+        return 1 if kwargs.get(_NUM_ITEMS) is None else self.accumulation * sw.rdp_size()
 
     def _with_own_items(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """With the labels of the microbatch that count in the place of those of the update."""

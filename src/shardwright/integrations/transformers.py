@@ -70,13 +70,13 @@ class Trainer(transformers.Trainer):
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """The samples of one update: those of all replicas."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * sw.dp_size())
+        return int(self._train_batch_size * args.gradient_accumulation_steps * sw.rdp_size())
 
     def store_flos(self) -> None:
         """Counts the work of each replica: all of its ranks share one."""
         before = self.state.total_flos
         super().store_flos()
-        self.state.total_flos = before + (self.state.total_flos - before) * sw.dp_size() / sw.size()
+        self.state.total_flos = before + (self.state.total_flos - before) * sw.rdp_size() / sw.size()
 
     # ---- a batch ----
 

@@ -66,7 +66,7 @@ def main():
         compute_metrics=compute_metrics,
     )
     result = trainer.train(resume_from_checkpoint=args.resume or None)
-    predictions = trainer.predict(Texts(16, 12, config.vocab_size, seed=3)).predictions
+    predictions = trainer.predict(Texts(17, 12, config.vocab_size, seed=3)).predictions
     trainer.save_model(str(Path(args.output_dir, "model")))
     if trainer.is_world_process_zero():
         report = {

@@ -34,6 +34,7 @@ class TrainedModel(Protocol):
     """
 
     average_grads_across_microbatches: bool
+    steps_weigh_microbatches: bool
     tree: ModelTree
     replicas: Replicas
     scaling: GradientScaling | None
