@@ -66,7 +66,7 @@ class Found:
     Attributes:
         named: the rank in the headline of the report.
         others: ranks that a line before has named, and that were innocent.
-        start_s: that the first start took, from its first import to its first step.
+        start_s: that the first start took, from the script's first line behind its imports to its first step.
     """
 
     layout: str
@@ -287,7 +287,7 @@ def table(found: Sequence[Found]) -> Iterator[str]:
         yield f"{layout:<10}{ranks:<6}{kind:<17}{right:<15}{''.join(f'{each:<15}' for each in columns)}{lost}"
     starts = sorted({each.start_s for each in found if each.start_s is not None})
     if starts:
-        yield f"a first start, from the first import to the first step: {statistics.median(starts):.1f} s"
+        yield f"a first start, from the script's imports to its first step: {statistics.median(starts):.1f} s"
 
 
 def _seconds(values: Sequence[float | None]) -> str:

@@ -16,14 +16,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 _LAYOUT, _STEPS, _PAUSE_S, _TIMEOUT_S, _FOLDER = sys.argv[1:]
 _RANK = int(os.environ["RANK"])
 _BEGAN_S = time.time()
-Path(_FOLDER, f"pid{os.getpid()}").write_text(str(_RANK))  # before the imports, which take seconds
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+Path(_FOLDER, f"pid{os.getpid()}").write_text(str(_RANK))
 
 EVERY = 10
 """Steps between two checkpoints."""

@@ -250,7 +250,7 @@ def test_what_is_imported_ahead_is_what_a_script_imports_first(folder, first, ha
 
 @pytest.mark.parametrize("imports_us", [True, False])
 def test_what_each_run_needs_is_imported_for_a_script_that_imports_us(folder, imports_us):
-    first = "import torch\nimport of_my_own\n" + "import shardwright.torch as sw\n" * imports_us
+    first = "import torch\nimport of_my_own\n" + "def train():\n    import shardwright.torch\n" * imports_us
     names = ["torch", "torch._dynamo", "shardwright.torch.startup", "of_my_own"]
     script = written(f"import sys\nprint(*[name in sys.modules for name in {names}])")
     with standby(folder, written(first, "first.py")):

@@ -195,14 +195,13 @@ def _import_first(script: str) -> None:
     With PyTorch among them, a script that imports us anywhere has all of us imported, too.
     """
     with suppress(Exception), _search_path(_search_path_of(script)):
-        lines = ast.parse(Path(script).read_bytes()).body if script.endswith(".py") else []
-        for line in itertools.takewhile(_is_known, lines):
+        whole = ast.parse(Path(script).read_bytes() if script.endswith(".py") else b"")
+        for line in itertools.takewhile(_is_known, whole.body):
             if _libraries(line):
                 with suppress(Exception):  # the script will say so itself
                     exec(compile(ast.Module([line], []), script, "exec"), {"__name__": "__standby__"})
-        if "torch" in sys.modules and any(
-            name.startswith(_OURS) for each in lines for name in _libraries(each)
-        ):
+        imports = [name for each in ast.walk(whole) for name in _modules(each)]
+        if "torch" in sys.modules and any(name.partition(".")[0] in _OURS for name in imports):
             for name in _OF_EACH_RUN:
                 importlib.import_module(name)
 
@@ -221,7 +220,7 @@ def _libraries(line: ast.stmt) -> list[str]:
     return [name for name in _modules(line) if name.partition(".")[0] not in sys.stdlib_module_names]
 
 
-def _modules(line: ast.stmt) -> list[str]:
+def _modules(line: ast.AST) -> list[str]:
     """The modules that a line imports.
 
     >>> [_modules(line) for line in ast.parse("import os, torch.nn; from a import b; from . import c").body]
