@@ -1,6 +1,7 @@
 """Launches the ranks of this host."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,6 +30,10 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
     with tempfile.TemporaryDirectory(prefix="shardwright-run-") as name:
         folder = Path(name)
         with standby(folder, request.script[0]) if forks else nullcontext():
-            from shardwright.launch.ranks.agent import run  # PyTorch, beside the import of the standby
-
+            # PyTorch, beside the import of the standby. It would pass over a Ctrl-C, which waits until then.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                from shardwright.launch.ranks.agent import run
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return run(request, folder, report=report, verbose=verbose)

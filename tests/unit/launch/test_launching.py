@@ -1,7 +1,10 @@
 """Ranks are forked where libraries may be imported before a script begins."""
 
+import os
+import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
 
 import pytest
 
@@ -40,3 +43,22 @@ def test_a_process_with_libraries_is_begun(tmp_path, monkeypatch, words, platfor
     request = LaunchRequest(**{"target": "train.py", "run_folder": tmp_path, **words})
     assert launching.launch(request, report=print) == 7
     assert begun == expected
+
+
+def test_a_ctrl_c_while_pytorch_is_imported_ends_the_launcher(tmp_path, monkeypatch):
+    """PyTorch passes over it now and then, and the run went on."""
+
+    class PassesOver(MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == agent.__name__:
+                with suppress(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    (tmp_path / "train.py").touch()
+    for name in ("SHARDWRIGHT_RUN_DIR", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delitem(sys.modules, agent.__name__)
+    monkeypatch.setattr(sys, "meta_path", [PassesOver(), *sys.meta_path])
+    request = LaunchRequest(target=str(tmp_path / "train.py"), run_folder=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        launching.launch(request, report=print)

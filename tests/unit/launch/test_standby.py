@@ -100,6 +100,24 @@ def test_it_ends_as_a_script_of_its_own_interpreter_would(folder):
             assert err.replace('  File "<string>", line 1, in <module>\n', "") == plain.stderr
 
 
+def test_a_script_that_is_no_python_is_told_as_python_tells_it(folder):
+    script = written("x = (\n")
+    plain = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    with ready(folder):
+        assert run(folder, script) == (plain.returncode, "", plain.stderr)
+
+
+def test_a_signal_that_comes_as_soon_as_a_script_is_forked_is_not_lost(folder):
+    """Ctrl-C while libraries were imported: ranks began all the same, and ran to their end."""
+    script = written("import time\ntime.sleep(60)\n")
+    with ready(folder):
+        for number in (signal.SIGTERM, signal.SIGUSR1) * 10:
+            with closing(forked(folder, (script,), os.environ)) as running:
+                os.kill(running.pid, number)
+                wait_for(lambda: running.poll() is not None)
+                assert running.poll() == -number
+
+
 def test_workers_that_the_script_spawns_find_its_functions(folder):
     script = written("""
         import multiprocessing

@@ -26,6 +26,7 @@ import socket
 import struct
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
@@ -174,8 +175,9 @@ def forked(folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> Fo
 def main() -> tuple[CodeType, dict[str, Any]]:
     """Imports, and forks ranks; returns in these alone, with what they have to run."""
     listener_fd, folder, script, agent_pid = sys.argv[1:]
-    # Schedulers send them to all processes: ranks have them from their supervisors, and decide.
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_RANKS}
+    # Schedulers send them to all processes: ranks have them from their supervisors, and decide. A rank may
+    # get one as soon as it is forked.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_RANKS)
     with socket.socket(fileno=int(listener_fd)) as listener:
         listener.set_inheritable(False)
         _import_first(script)
@@ -184,8 +186,7 @@ def main() -> tuple[CodeType, dict[str, Any]]:
         for descriptor in (1, 2):  # whoever reads them waits for their end
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         words = _serve(listener, Path(folder) / LIBRARIES, int(agent_pid))
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return _as_main(words)
 
 
@@ -391,4 +392,8 @@ def _as_main(words: list[str]) -> tuple[CodeType, dict[str, Any]]:
     sys.path[:] = _search_path_of(file)
     loader = SourceFileLoader("__main__", file)
     own.update(__annotations__={}, __cached__=None, __file__=file, __loader__=loader, __spec__=None)
-    return loader.source_to_code(loader.get_data(file), file), own
+    try:
+        return loader.source_to_code(loader.get_data(file), file), own
+    except SyntaxError as error:
+        traceback.print_exception(error.with_traceback(None))  # as Python does, without what called it
+        sys.exit(1)
