@@ -200,11 +200,19 @@ def _import_first(script: str) -> None:
         for line in itertools.takewhile(_is_known, whole.body):
             if _libraries(line):
                 with suppress(Exception):  # the script will say so itself
-                    exec(compile(ast.Module([line], []), script, "exec"), {"__name__": "__standby__"})
+                    _import(line)
         imports = [name for each in ast.walk(whole) for name in _modules(each)]
         if "torch" in sys.modules and any(name.partition(".")[0] in _OURS for name in imports):
             for name in _OF_EACH_RUN:
                 importlib.import_module(name)
+
+
+def _import(line: ast.stmt) -> None:
+    """Imports what a line does, and names of modules that are imported when they are asked for."""
+    for name in _modules(line):
+        module = importlib.import_module(name)
+        for each in line.names if isinstance(line, ast.ImportFrom) else ():
+            getattr(module, each.name, None)
 
 
 def _is_known(line: ast.stmt) -> bool:
