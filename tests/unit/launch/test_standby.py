@@ -218,8 +218,10 @@ def test_it_ends_with_the_launcher_when_the_last_script_has(folder):
 THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
 
 
-def test_there_is_none_where_a_library_has_threads(folder):
-    written(THREAD, "torchvision.py")  # which the script finds before a known one
+def test_there_is_none_where_a_library_has_threads(folder, monkeypatch):
+    Path("libraries").mkdir()
+    written(THREAD, "libraries/torchvision.py")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([f"{os.getcwd()}/libraries", *sys.path]))
     with standby(folder, written("import torchvision")) as process:
         assert process.wait(30) == 1
         assert forked(folder, (written("pass"),), os.environ) is None
@@ -258,9 +260,13 @@ def test_there_is_none_any_more_where_what_was_told_has_threads(folder):
         ("import settings_of_mine\nimport numpy\n", False),
         ("import numpy\nimport\n", False),
         ("from numpy import no_such_name\n", True),
+        ("import tqdm\nimport numpy\n", False),  # one of the script's own
+        ("import random\nimport numpy\n", False),
     ],
 )
 def test_what_is_imported_ahead_is_what_a_script_imports_first(folder, first, has_numpy):
+    for own in ("tqdm.py", "random.py"):
+        written("raise AssertionError", own)
     script = written("import sys\nprint('numpy' in sys.modules)")
     with standby(folder, written(first, "first.py")):
         assert run(folder, script)[:2] == (0, f"{has_numpy}\n")

@@ -197,7 +197,8 @@ def _import_first(script: str) -> None:
     """
     with suppress(Exception), _search_path(_search_path_of(script)):
         whole = ast.parse(Path(script).read_bytes() if script.endswith(".py") else b"")
-        for line in itertools.takewhile(_is_known, whole.body):
+        folder = Path(script).resolve().parent
+        for line in itertools.takewhile(lambda each: _is_known(each, folder), whole.body):
             if _libraries(line):
                 with suppress(Exception):  # the script will say so itself
                     _import(line)
@@ -215,14 +216,15 @@ def _import(line: ast.stmt) -> None:
             getattr(module, each.name, None)
 
 
-def _is_known(line: ast.stmt) -> bool:
-    """Whether a line is an import of what may be imported ahead, or a docstring."""
-    is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+def _is_known(line: ast.stmt, folder: Path) -> bool:
+    """Whether a line is an import of what may be imported ahead, none of the script's own, or a docstring."""
+    if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
+        return True
+    tops = {name.partition(".")[0] for name in _modules(line)}
+    own = [top for top in tops if (folder / top).exists() or (folder / f"{top}.py").exists()]
     more = () if importlib.util.find_spec("datasets") else _AHEAD_WITHOUT_DATASETS
     known = tuple(f"{name}." for name in (*_AHEAD, *more))
-    return is_text or (
-        _modules(line) != [] and all(f"{name}.".startswith(known) for name in _libraries(line))
-    )
+    return bool(tops) and not own and all(f"{name}.".startswith(known) for name in _libraries(line))
 
 
 def _libraries(line: ast.stmt) -> list[str]:
