@@ -1,8 +1,8 @@
 """Ranks are forked where libraries may be imported before a script begins."""
 
-import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 
@@ -52,7 +52,7 @@ def test_a_ctrl_c_while_pytorch_is_imported_ends_the_launcher(tmp_path, monkeypa
         def find_spec(self, name, path, target=None):
             if name == agent.__name__:
                 with suppress(KeyboardInterrupt):
-                    os.kill(os.getpid(), signal.SIGINT)
+                    signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # others run in tests
 
     (tmp_path / "train.py").touch()
     for name in ("SHARDWRIGHT_RUN_DIR", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"):
