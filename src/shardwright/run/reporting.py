@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 
 from shardwright import __version__
-from shardwright.libraries import LIBRARIES_VARIABLE, note_libraries
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -185,7 +184,6 @@ class Reporter:
             observer.status(slow.told)
         if self._model_is_unknown:
             self._model_is_unknown = False
-            _note_libraries()
             observer.event("model_known", model=self._facts.model())
         if step.run_as != self._run_as:
             self._run_as = step.run_as
@@ -347,12 +345,3 @@ def _starts_again() -> bool:
     """Whether the launcher starts the ranks again after a failure; its report is that of the next life."""
     count, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return count.isdigit() and most.isdigit() and int(count) < int(most)
-
-
-def _note_libraries() -> None:
-    """For the next start, where the launcher asks this rank."""
-    if folder := os.environ.pop(LIBRARIES_VARIABLE, ""):
-        try:
-            note_libraries(Path(folder))
-        except (OSError, ValueError) as error:  # not Linux; or a name that is no text
-            log.info("ranks will import their libraries when they start again: %s", error)

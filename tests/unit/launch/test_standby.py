@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import shardwright
 from shardwright.launch.ranks.standby import forked, standby
-from shardwright.libraries import LIBRARIES, note_libraries, read_libraries
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher asks for it on Linux alone")
 
@@ -227,31 +225,6 @@ def test_there_is_none_where_a_library_has_threads(folder, monkeypatch):
         assert forked(folder, (written("pass"),), os.environ) is None
 
 
-def told(folder, *libraries):
-    (folder / LIBRARIES).write_text(json.dumps([libraries, [*sys.path, os.getcwd()], {}]))
-
-
-def test_ranks_that_start_again_find_what_was_told_as_well(folder):
-    written("x = 1", "was_told.py")
-    script = written("import sys\nprint('was_told' in sys.modules)")
-    with ready(folder):
-        assert run(folder, script)[1] == "False\n"
-        told(folder, "was_told")
-        wait_for(lambda: run(folder, script)[1] == "True\n")
-
-
-def test_there_is_none_any_more_where_what_was_told_has_threads(folder):
-    written(THREAD, "has_threads.py")
-    waits = written("import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.02)", "waits.py")
-    script = written("pass")
-    with ready(folder), closing(forked(folder, (waits,), os.environ)) as running:
-        told(folder, "has_threads")
-        wait_for(lambda: (other := forked(folder, (script,), os.environ)) is None or other.close())
-        assert running.poll() is None
-        written("", "go")
-        wait_for(lambda: running.poll() == 0)
-
-
 @pytest.mark.parametrize(
     ("first", "has_numpy"),
     [
@@ -260,13 +233,9 @@ def test_there_is_none_any_more_where_what_was_told_has_threads(folder):
         ("import settings_of_mine\nimport numpy\n", False),
         ("import numpy\nimport\n", False),
         ("from numpy import no_such_name\n", True),
-        ("import tqdm\nimport numpy\n", False),  # one of the script's own
-        ("import random\nimport numpy\n", False),
     ],
 )
 def test_what_is_imported_ahead_is_what_a_script_imports_first(folder, first, has_numpy):
-    for own in ("tqdm.py", "random.py"):
-        written("raise AssertionError", own)
     script = written("import sys\nprint('numpy' in sys.modules)")
     with standby(folder, written(first, "first.py")):
         assert run(folder, script)[:2] == (0, f"{has_numpy}\n")
@@ -281,34 +250,20 @@ def test_what_each_run_needs_is_imported_for_a_script_that_imports_us(folder, im
         assert run(folder, script)[1] == f"True {imports_us} {imports_us} False\n"
 
 
-def test_of_a_forked_process_what_the_script_sets_is_noted(folder):
-    script = written(f"""
-        import os, sys
-        sys.path.append({str(Path(shardwright.__file__).parents[1])!r})
-        from pathlib import Path
-        from shardwright.libraries import note_libraries
-        os.environ["SET"] = "1"
-        note_libraries(Path("run"))
-    """)
+@pytest.mark.parametrize("name", ["select.py", "tqdm.py", "random/__init__.py"])
+def test_there_is_none_beside_a_module_that_is_named_like_another(folder, name):
+    """The script got Python's, which the process had for itself."""
+    Path("random").mkdir()
+    written("raise AssertionError", name)
+    with standby(folder, written("import tqdm\nimport numpy")) as process:
+        assert process.wait(30) == 1
+        assert forked(folder, (written("pass"),), os.environ) is None
+
+
+def test_what_a_script_writes_arrives_where_the_launcher_has_no_output(folder, monkeypatch):
+    """Its own was closed (``>&-``), and the log stayed empty."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    script = written("import sys\nprint('out')\nprint('err', file=sys.stderr)")
     with ready(folder):
-        assert run(folder, script, environ={**os.environ, "RANK": "0"})[0] == 0
-    assert read_libraries(folder / LIBRARIES)[2] == {"SET": "1"}
-
-
-def test_libraries_are_noted_without_modules_of_the_script(folder, monkeypatch):
-    written("x = 1", "own_module.py")
-    monkeypatch.syspath_prepend(os.getcwd())
-    import own_module  # noqa: F401
-
-    import shardwright.integrations
-
-    monkeypatch.setenv("SET_BY_SCRIPT", "1")
-    note_libraries(folder)
-    names, search_path, variables = read_libraries(folder / LIBRARIES)
-    assert "own_module" not in names
-    assert not {"__main__", shardwright.integrations.__name__} & set(names)
-    assert names.index("shardwright") < names.index("shardwright.libraries")
-    assert {"json.decoder", "pytest"} <= set(names)
-    assert search_path == sys.path
-    assert variables["SET_BY_SCRIPT"] == "1"
-    assert "PATH" not in variables
+        assert run(folder, script) == (0, "out\n", "err\n")

@@ -5,11 +5,11 @@
     launcher ──the script, a socket──► standby: imports what the script imports first, and waits
     supervisor ──words, variables, pipes──► standby ──fork──► rank: runs the script as Python would
                ◄── process; its exit code ──┘
-    rank 0, after a step ──its libraries──► file ──► standby: imports the rest, for ranks that start again
 
 Most of a start is imports, and PyTorch is imported here once for all ranks, while the launcher imports it
-too. Where something speaks against a fork (a library with threads), ranks start in interpreters of their own.
-The script's own modules are not imported ahead, and it finds its process as a new one.
+too. Where something speaks against a fork (a library with threads, a module beside the script that is named
+like one of Python's), ranks start in interpreters of their own. Nothing is imported once ranks are there:
+they are this process's children, and end with it. A script finds its process as a new one.
 """
 
 import ast
@@ -37,7 +37,6 @@ from typing import Any, BinaryIO
 from shardwright.after_import import objects_are_frozen
 from shardwright.errors import LaunchError
 from shardwright.launch.processes import die_with_parent, kill_group, num_threads
-from shardwright.libraries import LIBRARIES, read_libraries, starts_with
 from shardwright.quantities import MOST_RANKS_OF_HOST
 
 _BEGIN = (
@@ -89,10 +88,13 @@ def standby(folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
                 "by TMPDIR=/tmp."
             ) from error
         listener.listen(MOST_RANKS_OF_HOST)  # they may all ask at once, and wait for what is imported
-        words = (str(listener.fileno()), str(folder), script, str(os.getpid()))
+        words = (str(listener.fileno()), script, str(os.getpid()))
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", _BEGIN, *words],
             pass_fds=(listener.fileno(),),
+            # What is closed would be none in ranks, either, which write to pipes.
+            stdout=subprocess.DEVNULL if sys.stdout is None else None,
+            stderr=subprocess.DEVNULL if sys.stderr is None else None,
             start_new_session=True,
         )
     try:
@@ -174,20 +176,35 @@ def forked(folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> Fo
 
 def main() -> tuple[CodeType, dict[str, Any]]:
     """Imports, and forks ranks; returns in these alone, with what they have to run."""
-    listener_fd, folder, script, agent_pid = sys.argv[1:]
+    listener_fd, script, agent_pid = sys.argv[1:]
     # Schedulers send them to all processes: ranks have them from their supervisors, and decide. A rank may
     # get one as soon as it is forked.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_RANKS)
     with socket.socket(fileno=int(listener_fd)) as listener:
         listener.set_inheritable(False)
-        _import_first(script)
-        if not _is_ready():
+        if _has_modules_named_like_others(script):
             sys.exit(1)
+        _import_first(script)
+        if _has_threads():
+            sys.exit(1)  # a fork has one thread, and no other's locks
+        gc.collect()
+        gc.freeze()  # ranks share these pages as long as nobody writes to them
+        objects_are_frozen()  # counted here, and not by each rank
         for descriptor in (1, 2):  # whoever reads them waits for their end
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        words = _serve(listener, Path(folder) / LIBRARIES, int(agent_pid))
+        words = _serve(listener, int(agent_pid))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return _as_main(words)
+
+
+def _has_modules_named_like_others(script: str) -> bool:
+    """Whether modules beside a script are named like Python's or like known libraries.
+
+    The script means its own ones, and others may be here already.
+    """
+    folder = Path(script).resolve().parent
+    names = {*sys.stdlib_module_names, *(name.partition(".")[0] for name in _AHEAD + _AHEAD_WITHOUT_DATASETS)}
+    return any((folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists() for name in names)
 
 
 def _import_first(script: str) -> None:
@@ -197,8 +214,7 @@ def _import_first(script: str) -> None:
     """
     with suppress(Exception), _search_path(_search_path_of(script)):
         whole = ast.parse(Path(script).read_bytes() if script.endswith(".py") else b"")
-        folder = Path(script).resolve().parent
-        for line in itertools.takewhile(lambda each: _is_known(each, folder), whole.body):
+        for line in itertools.takewhile(_is_known, whole.body):
             if _libraries(line):
                 with suppress(Exception):  # the script will say so itself
                     _import(line)
@@ -216,15 +232,13 @@ def _import(line: ast.stmt) -> None:
             getattr(module, each.name, None)
 
 
-def _is_known(line: ast.stmt, folder: Path) -> bool:
-    """Whether a line is an import of what may be imported ahead, none of the script's own, or a docstring."""
+def _is_known(line: ast.stmt) -> bool:
+    """Whether a line is an import of what may be imported ahead, or a docstring."""
     if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
         return True
-    tops = {name.partition(".")[0] for name in _modules(line)}
-    own = [top for top in tops if (folder / top).exists() or (folder / f"{top}.py").exists()]
     more = () if importlib.util.find_spec("datasets") else _AHEAD_WITHOUT_DATASETS
     known = tuple(f"{name}." for name in (*_AHEAD, *more))
-    return bool(tops) and not own and all(f"{name}.".startswith(known) for name in _libraries(line))
+    return _modules(line) != [] and all(f"{name}.".startswith(known) for name in _libraries(line))
 
 
 def _libraries(line: ast.stmt) -> list[str]:
@@ -259,16 +273,6 @@ def _search_path_of(script: str) -> list[str]:
     return [*([] if sys.flags.safe_path else [os.path.dirname(os.path.realpath(script))]), *sys.path]
 
 
-def _is_ready() -> bool:
-    """Whether ranks may be forked: of this process, a fork has one thread, and no other's locks."""
-    if _has_threads():
-        return False
-    gc.collect()
-    gc.freeze()  # ranks share these pages as long as nobody writes to them
-    objects_are_frozen()  # counted here, and not by each rank
-    return True
-
-
 def _has_threads() -> bool:
     """Whether others than Python's main one stay where a process is forked; OpenBLAS ends its own before."""
     if num_threads() > 1:
@@ -279,24 +283,7 @@ def _has_threads() -> bool:
     return num_threads() > 1
 
 
-def _import_rest(libraries: Path, listener: socket.socket) -> Iterator[bool]:
-    """Imports what a rank tells one day, a module for each `next`, which says whether another is due."""
-    while not libraries.exists():
-        yield False
-    names, places, variables = read_libraries(libraries)
-    os.environ.update(variables)  # libraries read them; ranks have their own
-    for name in names:
-        if name not in sys.modules:
-            with _search_path(places), suppress(Exception):  # it is another one than in the rank
-                importlib.import_module(name)
-            yield True
-    if not _is_ready():
-        listener.close()  # ranks that start again do so in interpreters of their own
-    while True:
-        yield False
-
-
-def _serve(listener: socket.socket, libraries: Path, agent_pid: int) -> list[str]:
+def _serve(listener: socket.socket, agent_pid: int) -> list[str]:
     """Forks a process for each request, and tells how it ended; returns in these, with their words."""
     wakeup, write_end = os.pipe()
     for descriptor in (wakeup, write_end):
@@ -304,11 +291,9 @@ def _serve(listener: socket.socket, libraries: Path, agent_pid: int) -> list[str
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
     connections: dict[int, socket.socket] = {}
-    imports, is_importing = _import_rest(libraries, listener), False
     while connections or os.getppid() == agent_pid:  # ranks may save when the agent has gone
         by_fd = {connection.fileno(): pid for pid, connection in connections.items()}
-        heard = [] if listener.fileno() < 0 else [listener.fileno()]
-        ready, _, _ = select.select([*heard, wakeup, *by_fd], [], [], 0 if is_importing else _LOOK_S)
+        ready, _, _ = select.select([listener.fileno(), wakeup, *by_fd], [], [], _LOOK_S)
         if wakeup in ready:
             os.read(wakeup, 64)
             _tell_ended(connections)
@@ -320,7 +305,15 @@ def _serve(listener: socket.socket, libraries: Path, agent_pid: int) -> list[str
             request = _read(connection)
             if request is None:
                 continue
-            own_pid, pid = os.getpid(), os.fork()
+            *_, pipes = request
+            own_pid = os.getpid()
+            try:
+                pid = os.fork()
+            except OSError:  # no more processes, or no memory: that rank begins by itself, or says so
+                connection.close()
+                for pipe in pipes:
+                    os.close(pipe)
+                continue
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 for other in (connection, *connections.values()):
@@ -328,14 +321,11 @@ def _serve(listener: socket.socket, libraries: Path, agent_pid: int) -> list[str
                 for descriptor in (wakeup, write_end):
                     os.close(descriptor)
                 return _as_new(*request, parent_pid=own_pid)
-            *_, pipes = request
             for pipe in pipes:
                 os.close(pipe)
             connections[pid] = connection
             with suppress(OSError):  # it has left again, which the next look finds
                 connection.sendall(_NUMBER.pack(pid))
-        else:
-            is_importing = next(imports)
     sys.exit(0)
 
 
@@ -380,7 +370,6 @@ def _as_new(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
-    starts_with(environ)
     if "numpy" in sys.modules:  # Python seeds its own in each fork
         sys.modules["numpy"].random.seed()
     return words

@@ -42,7 +42,6 @@ from shardwright.launch.ranks.rank_environment import rank_variables
 from shardwright.launch.ranks.standby import ForkedScript, forked
 from shardwright.launch.ranks.verdict import failure_report, named_as_hung
 from shardwright.launch.worker_output import Tee, last_words
-from shardwright.libraries import LIBRARIES_VARIABLE
 
 Script = subprocess.Popen[bytes] | ForkedScript
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -151,11 +150,8 @@ class _Supervisor:
         return log
 
     def _start(self) -> Script:
-        if self._standby is not None:
-            if self._local_rank == 0 and self._attempt + 1 < self._num_attempts:
-                self._environ[LIBRARIES_VARIABLE] = str(self._standby)
-            if script := forked(self._standby, self._command[2:], self._environ):
-                return script
+        if self._standby is not None and (script := forked(self._standby, self._command[2:], self._environ)):
+            return script
         own_pid = os.getpid()
         return subprocess.Popen(
             self._command,
