@@ -60,5 +60,9 @@ def test_a_ctrl_c_while_pytorch_is_imported_ends_the_launcher(tmp_path, monkeypa
     monkeypatch.delitem(sys.modules, agent.__name__)
     monkeypatch.setattr(sys, "meta_path", [PassesOver(), *sys.meta_path])
     request = LaunchRequest(target=str(tmp_path / "train.py"), run_folder=tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        launching.launch(request, report=print)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # other tests may leave another one
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launching.launch(request, report=print)
+    finally:
+        signal.signal(signal.SIGINT, before)
