@@ -3,7 +3,7 @@
 ::
 
     shardwright run ──► torchelastic's agent ──► one worker supervisor a rank ──► the user's script
-     (cli, agent.py)      (from PyTorch)           (worker.py, no torch)
+     (launching.py)    (agent.py, from PyTorch)    (worker.py, no torch)       (forked: standby.py)
 
 The agent counts restarts and serves the store where ranks meet. The supervisors write the logs, pass signals
 on, kill what does not end by itself, and note how each rank ended; these notes make the report (`verdict`).

@@ -25,8 +25,9 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
     """
     os.environ.update(request.worker_environ(os.environ))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    # With GPUs, that is not tried yet.
-    forks = sys.platform == "linux" and not may_have_gpus() and not request.replaces_names
+    # Modules may be such that replace names of libraries before a script takes them. With GPUs, that is not
+    # tried yet.
+    forks = sys.platform == "linux" and not may_have_gpus() and request.script[0].endswith(".py")
     with tempfile.TemporaryDirectory(prefix="shardwright-run-") as name:
         folder = Path(name)
         with standby(folder, request.script[0]) if forks else nullcontext():

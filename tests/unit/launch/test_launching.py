@@ -17,7 +17,7 @@ from shardwright.launch.ranks.request import LaunchRequest
     ("words", "platform", "has_gpus", "expected"),
     [
         ({}, "linux", False, ["train.py"]),
-        ({"target": "package.train", "is_module": True}, "linux", False, ["-m"]),
+        ({"target": "package.train", "is_module": True}, "linux", False, []),
         ({}, "darwin", False, []),
         ({}, "linux", True, []),
         ({"device": "cpu"}, "linux", False, []),

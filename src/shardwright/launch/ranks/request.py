@@ -163,11 +163,6 @@ class LaunchRequest:
         return (*starter, *(("-m",) if self.is_module else ()), self.target, *self.arguments)
 
     @property
-    def replaces_names(self) -> bool:
-        """Whether names of libraries are replaced before the script, or another library, takes them."""
-        return self.script[0] == "-m" and self.script[1] in _STARTERS
-
-    @property
     def named_after(self) -> str:
         """What the run is named after and known by: the path of the script, or a module's name."""
         words = (*(("-m",) if self.is_module else ()), self.target, *self.arguments)

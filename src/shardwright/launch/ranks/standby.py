@@ -73,7 +73,7 @@ def standby(folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
     """Starts the process, which listens at `folder`, and ends it with the context.
 
     Args:
-        script: a file of Python, or what is none: then nothing is imported ahead.
+        script: the file of which imports are made ahead.
 
     Raises:
         LaunchError: the folder can have no socket.
@@ -144,10 +144,8 @@ def forked(folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> Fo
     """Has the standby of a launcher run a script; None where it cannot.
 
     Args:
-        words: the script and its own words, or ``-m``, a module, and its words.
+        words: the script and its own words.
     """
-    if words[0] != "-m" and not words[0].endswith(".py"):
-        return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     pipes = [os.pipe(), os.pipe()]
     try:
@@ -213,7 +211,7 @@ def _import_first(script: str) -> None:
     With PyTorch among them, a script that imports us anywhere has all of us imported, too.
     """
     with suppress(Exception), _search_path(_search_path_of(script)):
-        whole = ast.parse(Path(script).read_bytes() if script.endswith(".py") else b"")
+        whole = ast.parse(Path(script).read_bytes())
         for line in itertools.takewhile(_is_known, whole.body):
             if _libraries(line):
                 with suppress(Exception):  # the script will say so itself
@@ -376,16 +374,11 @@ def _as_new(
 
 
 def _as_main(words: list[str]) -> tuple[CodeType, dict[str, Any]]:
-    """The code of a script, or of what runs a module, and the names of ``__main__`` as they are at first."""
+    """The code of a script, and the names of ``__main__`` as they are at first."""
     own = vars(sys.modules["__main__"])
     for name in own.keys() - {"__builtins__", "__doc__", "__name__", "__package__"}:
         del own[name]
     sys.orig_argv = [sys.executable, "-u", *words]
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        sys.path[:0] = [] if sys.flags.safe_path else [os.getcwd()]
-        run = f"import runpy; runpy._run_module_as_main({words[1]!r})"
-        return compile(run, "<string>", "exec"), own
     file = os.path.abspath(words[0])
     sys.argv = words
     sys.path[:] = _search_path_of(file)
