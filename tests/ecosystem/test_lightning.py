@@ -91,3 +91,70 @@ def test_a_share_of_an_update_that_the_type_of_the_loss_rounds():
     finally:
         sw.shutdown()
     assert trainer.global_step == 2
+
+
+class Tags(lightning.LightningModule):
+    """Tags positions, of which some do not count; notes what it has logged."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 7, dtype=torch.float64)
+        self.logged = []
+
+    def training_step(self, batch, batch_idx):
+        x, labels = batch
+        loss = nn.functional.cross_entropy(self.layer(x).flatten(0, 1), labels.flatten(), ignore_index=-1)
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("total", self.layer(batch[0]).square().sum())
+
+    def on_train_batch_end(self, *_):
+        self.logged.append(self.trainer.callback_metrics["loss"].item())
+
+    def on_validation_epoch_end(self):
+        self.logged.append(self.trainer.callback_metrics["total"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_means_over_labels_that_count_and_sums(accumulate):
+    """Microbatches were weighed by their samples, whatever counted in the loss of each."""
+    from shardwright.integrations.lightning import ShardwrightStrategy
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(21, 4, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 7, (21, 4), generator=generator)
+    for number in range(21):
+        labels[number, 4 - number % 4 :] = -1
+    found = []
+    for strategy in (
+        "auto",
+        ShardwrightStrategy({"run_dir": "off", "microbatches": 3, "plan_one_stage": False}),
+    ):
+        module = Tags()
+        trainer = lightning.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            accumulate_grad_batches=accumulate,
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        try:
+            loader = DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=8)
+            trainer.fit(module, loader, loader)
+        finally:
+            sw.shutdown()
+        found.append((module.logged, module.layer.weight.detach().clone()))
+    (plain_logs, plain), (logs, trained) = found
+    assert len(plain_logs) == 9  # of three batches and one evaluation in each epoch, and of the sanity check
+    assert logs == pytest.approx(plain_logs, abs=1e-7)  # Lightning keeps what is logged in float32
+    torch.testing.assert_close(trained, plain, rtol=0, atol=1e-12)

@@ -70,6 +70,27 @@ def test_a_call_leaves_the_gradients_of_a_plain_loop(run: None, kind: str) -> No
     assert torch.allclose(model.get_module().body.weight.grad, plain.body.weight.grad, atol=1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_labels_that_the_call_does_not_name(run: None, reduction: str) -> None:
+    """Microbatches were weighed by their samples, whatever counted in the loss of each."""
+
+    class Unnamed(Tagger):
+        def forward(self, x: Tensor, labels: Tensor) -> object:  # type: ignore[override]
+            logits = self.body(x).flatten(0, 1)
+            return (nn.functional.cross_entropy(logits, labels.flatten(), reduction=reduction),)
+
+    x, labels = batch()
+    plain = Unnamed()
+    for half in (slice(0, 4), slice(4, 8)):
+        (loss_of(plain(x[half], labels[half])) / 2).backward()
+    model, losses = StepModel(Unnamed(), accumulation=2), []
+    for half in (slice(0, 4), slice(4, 8)):
+        losses.append(loss_of(model(x[half], labels[half])))
+        (losses[-1] / 2).backward()
+    assert torch.allclose(model.get_module().body.weight.grad, plain.body.weight.grad, atol=1e-12)
+    assert losses[0].item() == pytest.approx(loss_of(plain(x[:4], labels[:4])).item(), abs=1e-12)
+
+
 def test_accumulated_calls_leave_their_mean(run: None) -> None:
     x, labels = batch()
     plain = Tagger()

@@ -67,6 +67,7 @@ class Accelerator(accelerate.Accelerator):
         config: settings, a plan, or the path of a plan file, as for `shardwright.torch.init`.
         training_outputs: a call of the model in training returns all outputs, such as logits, on every rank;
             else its loss and other single numbers alone.
+        loss_reduction: what the loss of a model without ``labels`` is, as for `shardwright.torch.step`.
         **kwargs: as for `accelerate.Accelerator`.
 
     Raises:
@@ -78,12 +79,19 @@ class Accelerator(accelerate.Accelerator):
 
     flag_tensor: Tensor | None
 
-    def __init__(self, *args: Any, config: Any = None, training_outputs: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        config: Any = None,
+        training_outputs: bool = False,
+        loss_reduction: Any = None,
+        **kwargs: Any,
+    ):
         if not sw.is_initialized():
             sw.init(config)
         super().__init__(*args, **kwargs)
         refuse_other_ranks()
-        self._training_outputs = training_outputs
+        self._training_outputs, self._loss_reduction = training_outputs, loss_reduction
         if self.mixed_precision not in ("no", "bf16"):
             raise UsageError(
                 f'mixed_precision="{self.mixed_precision}" does not go with this Accelerator: its scaler '
@@ -138,6 +146,7 @@ class Accelerator(accelerate.Accelerator):
                 accumulation=self.gradient_accumulation_steps,
                 autocast=self.autocast,
                 training_outputs=self._training_outputs,
+                loss_reduction=self._loss_reduction,
             )
         if model not in self._models:
             self._models.append(model)

@@ -3,10 +3,11 @@
 The whole ``training_step`` of a LightningModule is the step function. What it logs goes the way of its
 outputs: each microbatch tells its values, and Lightning is told their mean::
 
-    training_step(batch) ──► sw.step ──► each microbatch: training_step, backward of its share
+    training_step(batch) ──► sw.step ──► each microbatch: training_step, backward of its loss
                                 └──────► self.log(name, mean over the microbatches)
 """
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -25,7 +26,7 @@ from torch import Tensor
 
 import shardwright.torch as sw
 from shardwright.errors import UsageError
-from shardwright.integrations.step_model import backward_of_share, batch_size, is_factor, own_loss
+from shardwright.integrations.step_model import backward_of, is_factor, own_loss
 from shardwright.run.context import context
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
@@ -62,7 +63,7 @@ def options_of_logs(module: Any) -> Iterator[dict[str, dict[str, Any]]]:
                 "metrics in on_train_batch_end or on_validation_batch_end, from what the step returns."
             )
         options[name] = given
-        _logged.get()[name] = (value if isinstance(value, Tensor) else torch.tensor(float(value))).detach()
+        _logged.get()[name] = value if isinstance(value, Tensor) else torch.tensor(float(value))
 
     module.log = log
     try:
@@ -79,6 +80,7 @@ class ShardwrightStrategy(ParallelStrategy):
 
     Args:
         config: settings, a plan, or the path of a plan file, as for `shardwright.torch.init`.
+        loss_reduction: what the loss of a training step is, as for `shardwright.torch.step`.
         **kwargs: as for `lightning.pytorch.strategies.ParallelStrategy`.
 
     Example:
@@ -88,13 +90,12 @@ class ShardwrightStrategy(ParallelStrategy):
     strategy_name = "shardwright"
     optimizers: Any
 
-    def __init__(self, config: Any = None, **kwargs: Any):
+    def __init__(self, config: Any = None, *, loss_reduction: Any = None, **kwargs: Any):
         super().__init__(**kwargs)
         self._config = config
+        self._loss_reduction = loss_reduction
+        self._steps: dict[str, Callable[..., Any]] = {}
         self._gradients_are_new = False
-        whole = ["samples", "further"]
-        self._train = sw.step(non_split_inputs=whole)(self._train_microbatch)
-        self._evaluate = sw.step(non_split_inputs=whole)(self._evaluate_microbatch)
 
     # ---- ranks ----
 
@@ -144,6 +145,8 @@ class ShardwrightStrategy(ParallelStrategy):
         _refuse(trainer, module)
         self.accelerator.setup(trainer)
         self.model = _spread(module)
+        names = ("training_step", "validation_step", "test_step", "predict_step")
+        self._steps = {name: self._step_of(getattr(module, name)) for name in names}
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self.optimizers = [_Optimizer(optimizer, self) for optimizer in self.optimizers]
@@ -158,24 +161,24 @@ class ShardwrightStrategy(ParallelStrategy):
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-        output, loss = self._run(self._train, "training_step", args, kwargs)
+        output, loss = self._run("training_step", args, kwargs)
         if loss is None:
             return None
         self._gradients_are_new = True
-        value = own_loss(loss.reduce_sum(), self._backward_asked)
+        value = own_loss(loss.reduce_mean(), self._backward_asked)
         if isinstance(output, Mapping):
             return {**output, "loss": value}
         return value
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a batch over all stages."""
-        return self._run(self._evaluate, "validation_step", args, kwargs)
+        return self._run("validation_step", args, kwargs)[0]
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._evaluate, "test_step", args, kwargs)
+        return self._run("test_step", args, kwargs)[0]
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._evaluate, "predict_step", args, kwargs)
+        return self._run("predict_step", args, kwargs)[0]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Notes that Lightning is where gradients are wanted; the step has computed them."""
@@ -282,42 +285,36 @@ class ShardwrightStrategy(ParallelStrategy):
 
     # ---- inside ----
 
-    def _run(self, step: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one of the module's steps on a batch, and logs what it has logged."""
-        batch, *further = args
         plugin = self.precision_plugin
-        training = name == "training_step"
-        # Of the numbers among the arguments, batch_idx changes in every step. A trace holds for all of its
-        # values as long as no number is handed to an operation. That of samples is: it goes as text.
         with (
-            plugin.train_step_context() if training else plugin.val_step_context(),
+            plugin.train_step_context() if name == "training_step" else plugin.val_step_context(),
             options_of_logs(self.lightning_module) as options,
         ):
-            *result, logged = step(name, batch, samples=str(batch_size(batch)), further=(further, kwargs))
+            result, loss, logged = self._steps[name](*args, **kwargs)
         for key, values in logged.items():
-            self.lightning_module.log(key, values.reduce_sum(), **options[key])
-        result = [map_tree(_joined, result[0]), *result[1:]]
-        return result if training else result[0]
+            self.lightning_module.log(key, values.reduce_mean(), **options[key])
+        return map_tree(_joined, result), loss
 
-    def _train_microbatch(self, name: str, batch: Any, samples: str, further: Any) -> tuple[Any, ...]:
-        share = batch_size(batch) / int(samples)
-        output, logged = self._call(name, batch, further, share)
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is None:
-            return None, None, logged
-        backward_of_share(self.model, loss, share / self._trainer().accumulate_grad_batches, samples=share)
-        rest = {key: value for key, value in output.items() if key != "loss"} if output is not loss else None
-        return rest, loss.detach() * share, logged
+    def _step_of(self, method: Callable[..., Any]) -> Any:
+        """One of the module's steps as a step function, which returns its result, loss, and what it logs."""
 
-    def _evaluate_microbatch(self, name: str, batch: Any, samples: str, further: Any) -> tuple[Any, ...]:
-        return self._call(name, batch, further, batch_size(batch) / int(samples))
+        @functools.wraps(method)
+        def microbatch(*args: Any, **kwargs: Any) -> tuple[Any, Tensor | None, dict[str, Tensor]]:
+            with log_of_microbatch() as logged:
+                output = method(*args, **kwargs)
+            if method.__name__ != "training_step":
+                return output, None, logged
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is None:
+                return None, None, logged
+            rest = (
+                {key: item for key, item in output.items() if key != "loss"} if output is not loss else None
+            )
+            return rest, backward_of(self.model, loss, 1 / self._trainer().accumulate_grad_batches), logged
 
-    def _call(self, name: str, batch: Any, further: Any, share: float) -> tuple[Any, dict[str, Tensor]]:
-        """Calls a step of the module on a microbatch; returns its result, and its share of what it logs."""
-        args, kwargs = further
-        with log_of_microbatch() as logged:
-            output = getattr(self.lightning_module, name)(batch, *args, **kwargs)
-        return output, {key: value * share for key, value in logged.items()}
+        return sw.step(loss_reduction=self._loss_reduction)(microbatch)
 
     def _backward_asked(self, factor: Tensor) -> None:
         wanted = 1 / self._trainer().accumulate_grad_batches
@@ -368,9 +365,7 @@ def _spread(module: lightning.LightningModule) -> sw.DistributedModel:
     model = script_run().model
     if model is not None and model.get_module() is module:
         return model
-    model = sw.DistributedModel(module, average_grads_across_microbatches=False)
-    model.steps_weigh_microbatches = True
-    return model
+    return sw.DistributedModel(module)
 
 
 def _refuse(trainer: lightning.Trainer, module: lightning.LightningModule) -> None:

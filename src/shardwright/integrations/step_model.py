@@ -1,12 +1,12 @@
 """A model whose call is a whole step: forward, and in training the backward of its own loss.
 
-A loss belongs to a microbatch, and the batch wants the mean over all of it. Let microbatch i have n_i items
-(samples, or labels that count) and the mean loss l_i over them::
+A loss belongs to a microbatch, and the batch wants the mean over all of it. Let microbatch i have n_i labels
+that count, and the mean loss l_i over them::
 
     loss of the batch = sum over i of (n_i / n) * l_i
 
-The gradients are those of this sum, so they are exact for microbatches of any sizes and for any number of
-ignored labels.
+The gradients are those of this sum, so they are exact for any number of ignored labels. Where the labels are
+not known, the graph of the loss tells how microbatches count, as in every step function.
 
 Loops of other libraries call the model and, lines later, ask for the backward of its loss. A pipeline cannot
 stop in between, because it has several microbatches under way. So the call runs both. The loss that it
@@ -17,8 +17,9 @@ returns stands for that backward and for no other::
     optimizer.step()                 checks that the line above has run
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,24 +30,13 @@ from shardwright.errors import UsageError
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.pytorch.modules import user_line
-from shardwright.torch.pytorch.tree import flatten, map_tree
+from shardwright.torch.pytorch.tree import map_tree
 
 
-def batch_size(*tensors: Any) -> int:
-    """The number of samples: the length of the first tensor that has dimensions, at any depth."""
-    items: Iterable[Any] = flatten(tensors)[0]
-    for item in items:
-        if isinstance(item, Tensor) and item.dim():
-            return int(item.shape[0])
-    raise UsageError(
-        "the batch has no tensor with a dimension for its samples, so it cannot be cut into microbatches. "
-        "Give the model tensors, with the samples along dimension 0."
-    )
-
-
-def backward_of_share(model: sw.DistributedModel, loss: Tensor, share: Any, *, samples: float) -> None:
-    """Runs the backward of ``share * loss``."""
-    model.backward(loss * (share / samples), torch.full_like(loss, samples, dtype=loss.dtype))
+def backward_of(model: sw.DistributedModel, loss: Tensor, factor: float) -> Tensor:
+    """Runs the backward of ``factor * loss`` in a step; returns the loss, as what is told of it."""
+    model.backward(loss, None if factor == 1 else torch.full_like(loss, factor))
+    return loss.detach()
 
 
 def counted_labels(labels: Tensor, *, shifted: bool) -> Tensor:
@@ -113,17 +103,19 @@ class StepModel(sw.DistributedModel):
         accumulation: int = 1,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         training_outputs: bool = False,
+        loss_reduction: Any = None,
     ):
-        super().__init__(module, average_grads_across_microbatches=False)
-        self.steps_weigh_microbatches = True
+        super().__init__(module)
         self.accumulation = accumulation
         self._autocast = autocast
         self._training_outputs = training_outputs
         self._awaits_backward = False
         self._factor = 1
-        whole = ["samples", "num_labels"]
-        self._train = sw.step(non_split_inputs=whole)(self._train_microbatch)
-        self._evaluate = sw.step(non_split_inputs=whole)(self._evaluate_microbatch)
+        read: Any = sw.step(loss_reduction=loss_reduction)
+        self._train, self._evaluate = read(self._train_microbatch), read(self._evaluate_microbatch)
+        weighed: Any = partial(sw.step, non_split_inputs=["num_labels"])
+        self._train_weighed = weighed(loss_reduction="sum")(self._train_weighed_microbatch)
+        self._evaluate_weighed = weighed(loss_reduction="mean")(self._evaluate_weighed_microbatch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module inside a step function; else runs a step."""
@@ -133,17 +125,20 @@ class StepModel(sw.DistributedModel):
         trains = torch.is_grad_enabled() and self.get_module().training
         if trains:
             self.refuse_waiting("the model is called again")
-        run = self._train if trains else self._evaluate
         num_labels = self._num_labels(kwargs)
         if kwargs.get(_NUM_ITEMS) is not None:
             num_labels = _of_update(kwargs[_NUM_ITEMS], num_labels)
             kwargs = {**kwargs, _NUM_ITEMS: True}  # each microbatch is told its own
-        outputs, loss = run(args, kwargs, samples=batch_size(args, kwargs), num_labels=num_labels)
+        if num_labels is None:
+            outputs, loss = (self._train if trains else self._evaluate)(args, kwargs)
+        else:
+            run = self._train_weighed if trains else self._evaluate_weighed
+            outputs, loss = run(args, kwargs, num_labels=num_labels)
         outputs = map_tree(_whole, outputs)
         mean = _loss_of(outputs)  # over the microbatches, whatever their shares
         if loss is None or mean is None:
             return outputs
-        value = loss.reduce_sum().to(mean.dtype)
+        value = (loss.reduce_mean() if num_labels is None else loss.reduce_sum()).to(mean.dtype)
         if trains:
             self._awaits_backward = True
             self._factor = self._factor_of(kwargs)
@@ -179,32 +174,39 @@ class StepModel(sw.DistributedModel):
 
     # ---- inside ----
 
-    def _train_microbatch(self, args: Any, kwargs: Any, samples: int, num_labels: Any) -> tuple[Any, Tensor]:
-        outputs = self(*args, **self._with_own_items(kwargs))
+    def _train_microbatch(self, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
+        outputs, loss = self._called(args, kwargs)
+        return outputs, backward_of(self, loss, 1 / self.accumulation)
+
+    def _train_weighed_microbatch(self, args: Any, kwargs: Any, num_labels: Tensor) -> tuple[Any, Tensor]:
+        outputs, loss = self._called(args, self._with_own_items(kwargs))
+        share = self._own_labels(kwargs) / num_labels
+        factor = self._factor_of(kwargs) / self.accumulation / sw.rdp_size()  # replicas add up, as a sum does
+        return outputs, backward_of(self, loss * share, factor)
+
+    def _called(self, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
+        """What the module returns of a microbatch in training, and its loss."""
+        outputs = self(*args, **kwargs)
         loss = _loss_of(outputs)
         if loss is None:
             raise UsageError(
                 f"the model returns no loss, but {type(outputs).__name__}, so its call cannot train. Give it "
                 f"labels. {_REMEDY}"
             )
-        own = batch_size(args, kwargs) / samples
-        share = self._share(kwargs, own, num_labels)
-        backward_of_share(self, loss, share * self._factor_of(kwargs) / self.accumulation, samples=own)
-        return map_tree(_kept if self._training_outputs else _number, outputs), loss.detach() * share
+        return map_tree(_kept if self._training_outputs else _number, outputs), loss
 
-    def _evaluate_microbatch(
-        self, args: Any, kwargs: Any, samples: int, num_labels: Any
+    def _evaluate_microbatch(self, args: Any, kwargs: Any) -> tuple[Any, Tensor | None]:
+        outputs = self(*args, **kwargs)
+        return map_tree(_kept, outputs), _loss_of(outputs)
+
+    def _evaluate_weighed_microbatch(
+        self, args: Any, kwargs: Any, num_labels: Tensor
     ) -> tuple[Any, Tensor | None]:
         outputs = self(*args, **self._with_own_items(kwargs))
         loss = _loss_of(outputs)
         if loss is not None:
-            loss = loss * self._share(kwargs, batch_size(args, kwargs) / samples, num_labels)
+            loss = loss * (self._own_labels(kwargs) / num_labels)
         return map_tree(_kept, outputs), loss
-
-    def _share(self, kwargs: Mapping[str, Any], samples: float, num_labels: Tensor | None) -> Any:
-        """The weight of a microbatch in the loss: by the labels that count, or by samples without labels."""
-        own = self._num_labels(kwargs)
-        return samples if own is None or num_labels is None else own / num_labels
 
     def _factor_of(self, kwargs: Mapping[str, Any]) -> int:
         """What the loop multiplies the loss by: with items, it undoes the means over calls and replicas."""
@@ -214,13 +216,16 @@ class StepModel(sw.DistributedModel):
         """With the labels of the microbatch that count in the place of those of the update."""
         if kwargs.get(_NUM_ITEMS) is None:
             return kwargs
-        return {**kwargs, _NUM_ITEMS: self._num_labels(kwargs)}
+        return {**kwargs, _NUM_ITEMS: self._own_labels(kwargs)}
+
+    def _own_labels(self, kwargs: Mapping[str, Any]) -> Tensor:
+        """The labels of a microbatch that count; 1 where none does: its loss may be divided by it."""
+        return counted_labels(kwargs["labels"], shifted=shifts_labels(self.get_module())).clamp(min=1)
 
     def _num_labels(self, kwargs: Mapping[str, Any]) -> Tensor | None:
         labels = kwargs.get("labels")
-        if not isinstance(labels, Tensor) or labels.dtype.is_floating_point:
-            return None
-        return counted_labels(labels, shifted=shifts_labels(self.get_module())).clamp(min=1)
+        is_known = isinstance(labels, Tensor) and not labels.dtype.is_floating_point
+        return self._own_labels(kwargs) if is_known else None
 
 
 def _of_update(num_items: Any, num_labels: Tensor | None) -> Tensor:

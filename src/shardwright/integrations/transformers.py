@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import nested_detach
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.integrations.accelerate import Accelerator
-from shardwright.integrations.step_model import backward_of_share, batch_size, counted_labels
+from shardwright.integrations.step_model import backward_of, counted_labels
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
 
@@ -49,9 +49,10 @@ class Trainer(transformers.Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._accelerator_arguments: dict[str, Any] = {}
-        whole = ["samples", "num_items"]
-        self._train: Any = sw.step(non_split_inputs=whole)(self._train_microbatch)
-        self._predict: Any = sw.step(non_split_inputs=whole)(self._predict_microbatch)
+        self._train: Any = sw.step(self._train_microbatch)
+        weighed = sw.step(non_split_inputs=["num_items"], loss_reduction="sum")
+        self._train_weighed: Any = weighed(self._train_weighed_microbatch)
+        self._predict: Any = sw.step(non_split_inputs=["num_items"])(self._predict_microbatch)
         super().__init__(*args, **kwargs)
         self._refuse_settings()
 
@@ -93,17 +94,24 @@ class Trainer(transformers.Trainer):
         """
         model.train()
         inputs = self._prepare_inputs(inputs)
-        losses = self._train(model, inputs, samples=batch_size(inputs), num_items=num_items_in_batch)
-        loss: Tensor = losses.reduce_sum().to(self.args.device)
-        return loss
+        if self._is_weighed(num_items_in_batch):
+            loss = self._train_weighed(model, inputs, num_items=num_items_in_batch).reduce_sum()
+        else:
+            has_items, is_scaled = num_items_in_batch is not None, self.loss_is_scaled_for_ga
+            if is_scaled is None:
+                is_scaled = self.compute_loss_func is not None
+            batches = 1 if is_scaled else self.current_gradient_accumulation_steps
+            loss = self._train(model, inputs, has_items=has_items, batches=batches).reduce_mean() / batches
+        told: Tensor = loss.to(self.args.device)
+        return told
 
-    def _train_microbatch(self, model: Any, inputs: dict[str, Any], samples: int, num_items: Any) -> Tensor:
-        own = batch_size(inputs) / samples
-        loss = self._loss(model, dict(inputs), num_items)
-        share = self._share(inputs, own, num_items, batches=self.current_gradient_accumulation_steps)
-        backward_of_share(model, loss, share, samples=own)
-        weighted: Tensor = loss.detach() * share
-        return weighted
+    def _train_microbatch(self, model: Any, inputs: dict[str, Any], has_items: bool, batches: int) -> Tensor:
+        return backward_of(model, self._loss(model, inputs, has_items), 1 / batches)
+
+    def _train_weighed_microbatch(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        loss = self._loss(model, inputs, has_items=True)
+        # Replicas add up, as a sum does; the Trainer wants the mean over them.
+        return backward_of(model, loss * (self._num_items(inputs) / num_items), 1 / sw.rdp_size())
 
     def prediction_step(
         self,
@@ -126,23 +134,25 @@ class Trainer(transformers.Trainer):
             loss, logits = self._predict(
                 self._spread_model(),
                 inputs,
-                samples=batch_size(inputs),
                 num_items=num_items,
                 keys=(has_loss, prediction_loss_only, *ignore_keys),
             )
-        loss = None if loss is None else loss.reduce_sum()
+        if loss is not None:
+            loss = loss.reduce_sum() if self._is_weighed(num_items) else loss.reduce_mean()
         if prediction_loss_only:
             return loss, None, None
         return loss, _alone(map_tree(_joined, logits)), _alone(labels)
 
     def _predict_microbatch(
-        self, model: Any, inputs: dict[str, Any], samples: int, num_items: Any, keys: Sequence[Any]
+        self, model: Any, inputs: dict[str, Any], num_items: Any, keys: Sequence[Any]
     ) -> tuple[Tensor | None, Any]:
         has_loss, loss_only, *ignored = keys
         loss = None
         if has_loss:
-            loss, outputs = self._loss(model, dict(inputs), num_items, return_outputs=True)
-            loss = loss.mean() * self._share(inputs, batch_size(inputs) / samples, num_items, batches=1)
+            loss, outputs = self._loss(model, inputs, num_items is not None, return_outputs=True)
+            loss = loss.mean()
+            if self._is_weighed(num_items):
+                loss = loss * (self._num_items(inputs) / num_items)
         else:
             outputs = model(**inputs)
         if loss_only:
@@ -152,17 +162,15 @@ class Trainer(transformers.Trainer):
             return loss, tuple(value for key, value in outputs.items() if key not in left_out)
         return loss, tuple(outputs[1:] if has_loss else outputs)
 
-    def _loss(self, model: Any, inputs: dict[str, Any], num_items: Any, **options: Any) -> Any:
+    def _loss(self, model: Any, inputs: dict[str, Any], has_items: bool, **options: Any) -> Any:
         """The mean loss of a microbatch: computed as that of a batch with its own items alone."""
-        own = None if num_items is None else self._num_items(inputs)
+        own = self._num_items(inputs) if has_items else None
         with self.compute_loss_context_manager(), self.accelerator.autocast():
-            return self.compute_loss(model, inputs, num_items_in_batch=own, **options)
+            return self.compute_loss(model, dict(inputs), num_items_in_batch=own, **options)
 
-    def _share(self, inputs: Mapping[str, Any], samples: float, num_items: Any, *, batches: int) -> Any:
-        """The weight of a microbatch in one update."""
-        if num_items is None or self.loss_is_scaled_for_ga is False:
-            return samples / batches
-        return self._num_items(inputs) / num_items
+    def _is_weighed(self, num_items: Any) -> bool:
+        """Whether microbatches are weighed by their labels here; else as the graph of their loss says."""
+        return num_items is not None and self.loss_is_scaled_for_ga is not False
 
     def _num_items(self, inputs: Mapping[str, Any]) -> Tensor:
         """The labels of a microbatch that count; 1 where none does, since the loss is divided by it."""

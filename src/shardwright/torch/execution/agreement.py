@@ -34,7 +34,6 @@ class TrainedModel(Protocol):
     """
 
     average_grads_across_microbatches: bool
-    steps_weigh_microbatches: bool
     tree: ModelTree
     replicas: Replicas
     scaling: GradientScaling | None

@@ -142,7 +142,7 @@ class AutogradStage:
             loss = running.loss
             assert loss is not None
             given = running.loss_gradient
-            factor = self.losses.factor(running.index, loss, given=given is not None, form=program.trace.loss)
+            factor = self.losses.factor(running.index, loss, form=program.trace.loss)
             if factor != 0:  # nothing in it counts: it may be NaN
                 scale = torch.ones_like(loss) if given is None else given
                 pairs.append((loss, scale * factor))

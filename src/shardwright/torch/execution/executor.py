@@ -45,14 +45,13 @@ from shardwright.torch.tracing.together import GlueBuffers
 def number_of_parts(context: Context, model: TrainedModel, batch: Batch, wanted: int) -> int:
     """Into how many microbatches a batch is cut, where it is smaller than the first: the last of a loader.
 
-    Fewer than wanted change nothing where each counts by its samples, or as the step function weighs it.
+    Fewer than wanted change nothing where each counts by its samples.
     Replicas may work together in each microbatch, so that they need equally many.
     """
     if batch.in_one:
         return 1
     samples = batch.num_samples
-    are_weighed = model.average_grads_across_microbatches or model.steps_weigh_microbatches
-    if not samples or context.mesh.data > 1 or not are_weighed:
+    if not samples or context.mesh.data > 1 or not model.average_grads_across_microbatches:
         return wanted
     return min(wanted, samples)
 

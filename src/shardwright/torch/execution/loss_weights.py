@@ -105,8 +105,8 @@ class LossWeights:
                     f"{line_of(self._function)}: the loss is neither a mean nor a sum over samples: "
                     f"{form.reason}. Cut into {num} microbatches, it would train otherwise than in one "
                     "process. Set microbatches to 1. If each microbatch may stand for itself (a contrastive "
-                    "loss that sees the negatives of its microbatch alone), say so: "
-                    '@sw.step(loss_reduction="mean"), or "sum" where they add up.'
+                    'loss that sees the negatives of its microbatch alone), say so: loss_reduction="mean" '
+                    '("sum" where they add up), in @sw.step(...), Accelerator(...) or ShardwrightStrategy(...).'
                 )
 
     @property
@@ -153,13 +153,13 @@ class LossWeights:
             self._told.add(line)
             log.warning("%s", line)
 
-    def factor(self, index: int, loss: Tensor, *, given: bool = False, form: LossForm | None = None) -> float:
+    def factor(self, index: int, loss: Tensor, *, form: LossForm | None = None) -> float:
         """The factor on the gradient of the loss of a microbatch; 0 where nothing in it counts."""
         scale = self._model.loss_scale
         if not self._model.average_grads_across_microbatches:
             self.weights[index] = self.shares[index]
             return scale
-        reduction = self._reduction(index, loss, given, form)
+        reduction = self._reduction(index, loss, form)
         kinds = {reduction, self.reduction} - {Reduction.UNKNOWN}
         if Reduction.SUM in kinds and len(kinds) > 1:
             raise UsageError(
@@ -177,12 +177,14 @@ class LossWeights:
         self.weights[index] = weight
         return weight * scale
 
-    def _reduction(self, index: int, loss: Tensor, given: bool, form: LossForm | None) -> Reduction:
+    def _reduction(self, index: int, loss: Tensor, form: LossForm | None) -> Reduction:
         """How the loss of a microbatch is reduced; notes how much counts in it."""
         self._count: float | None = None
         if self._stated is not None:
             return Reduction[self._stated.upper()]
-        if given or (len(self._parts) == 1 and self._replicas == 1):
+        if loss.numel() != 1 or (
+            len(self._parts) == 1 and self._replicas == 1
+        ):  # its gradient says what it is
             return Reduction.MEAN
         is_guess = form is not None and not form.is_certain
         is_quotient = form is not None and form.divisor != 1

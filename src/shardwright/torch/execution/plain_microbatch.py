@@ -161,7 +161,7 @@ class PlainMicrobatch:
             self._look_at_loss(loss)
         note_begin(Kind.BACKWARD)
         begin_s = self._moment()
-        factor = self._factor(loss, given=gradient is not None)
+        factor = self._factor(loss)
         if self._opens is not None:
             self._opens.begin()
         if self._reducer is not None:

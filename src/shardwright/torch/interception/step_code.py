@@ -146,9 +146,10 @@ def _plain_function(function: Any) -> FunctionType | None:
     """The function of a script behind a partial, a method or a decorator; None for other objects."""
     if isinstance(function, functools.partial):
         function = function.func
-    if isinstance(function, MethodType):
-        function = function.__func__
-    function = inspect.getattr_static(function, "__wrapped__", function)
+    for _ in range(2):  # a decorated method, or what decorates one
+        if isinstance(function, MethodType):
+            function = function.__func__
+        function = inspect.getattr_static(function, "__wrapped__", function)
     return function if isinstance(function, FunctionType) else None
 
 

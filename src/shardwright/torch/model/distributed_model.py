@@ -106,7 +106,6 @@ class DistributedModel(SpreadModule):
         super().__init__(module, replicas)
         self.first_buffers = first_kinds(module)
         self.average_grads_across_microbatches = average_grads_across_microbatches
-        self.steps_weigh_microbatches = False  # by their samples or labels, as those of integrations do
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
