@@ -106,7 +106,7 @@ class LossWeights:
                     f"{form.reason}. Cut into {num} microbatches, it would train otherwise than in one "
                     "process. Set microbatches to 1. If each microbatch may stand for itself (a contrastive "
                     'loss that sees the negatives of its microbatch alone), say so: loss_reduction="mean" '
-                    '("sum" where they add up), in @sw.step(...), Accelerator(...) or ShardwrightStrategy(...).'
+                    '("sum" where they add up), of @sw.step, Accelerator or ShardwrightStrategy.'
                 )
 
     @property
