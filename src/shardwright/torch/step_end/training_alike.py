@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -201,18 +202,18 @@ class OwnScaling:
         """A training step has ended; before anything is done to its gradients."""
         if not self._left:
             return
-        self._ended, self._noted = True, []
-        for parameter in parameters:
-            gradient = _gradient(parameter)
-            if gradient is not None and len(self._noted) < _LOOKED_AT:
-                place = int(gradient.abs().argmax())
-                self._noted.append((parameter, place, float(gradient[place])))
+        self._ended = True
+        there = ((parameter, _gradient(parameter)) for parameter in parameters)
+        places = (
+            (p, gradient, int(gradient.abs().argmax())) for p, gradient in there if gradient is not None
+        )
+        self._noted = [(p, at, float(gradient[at])) for p, gradient, at in islice(places, _LOOKED_AT)]
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """An optimizer is to update the model; for the first updates collective over the replica."""
         if not self._ended:
             return
-        self._ended, self.factor = False, self._own_factor()
+        self._ended, self.factor, self._left = False, self._own_factor(), self._left - 1
         together, OwnScaling._clipped_together = OwnScaling._clipped_together, False
         if together:  # by a norm over all ranks, which may be that of a module on some of them
             self.factor = 0.0
@@ -258,9 +259,8 @@ class OwnScaling:
 
     def look(self, factors: Sequence[float]) -> None:
         """Takes the factors of all ranks."""
-        if not self._left or not any(factors):
+        if not any(factors):
             return
-        self._left -= 1
         self.factor = 0.0
         known = {rank: factor for rank, factor in enumerate(factors) if factor}
         least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
