@@ -42,6 +42,8 @@ _PARTS = frozenset("Select Slice Split SplitWithSizes Unbind UnsafeSplit".split(
 _PRODUCTS = frozenset(
     "Mm Bmm Addmm Baddbmm Addbmm Cdist Pdist CdistForward PdistForward EuclideanDist".split()
 )
+# What takes rows of a weight by the numbers in a batch.
+_LOOKUPS = _PICKS | frozenset("Embedding EmbeddingBag Gather Take GridSampler2D GridSampler3D".split())
 # What joins rows of a dim with others of it, and gives as many.
 _ALONG = frozenset("Cumsum Flip LogCumsumExp Logcumsumexp Roll".split())
 # What makes one number, or a few, of all rows, and follows from no sum of theirs.
@@ -69,6 +71,7 @@ class LossWalk:
         self._is_fixed = is_fixed
         self._is_count = is_count
         self._known: dict[Any, Flow] = {}
+        self._weights: dict[Any, bool] = {}
         self.unknown = ""
         self.guesses = False
         self.divides_by_count = False
@@ -370,22 +373,43 @@ class LossWalk:
         if name in ("Pdist", "PdistForward"):
             return True, True
         first, second = inputs[-2:] if len(inputs) > 1 else (inputs[0], None)
-        names = ("self", "mat2") if name in ("Mm", "Bmm") else ("mat1", "mat2")
         return tuple(
             self._is_of_batch(child, node, key, depth)
-            for child, key in zip((first, second), names, strict=True)
+            for child, key in zip((first, second), _keys(name), strict=True)
         )  # type: ignore[return-value]
 
-    def _is_weight(self, node: Any) -> bool:
-        """Whether a node gives a parameter of the model, or a view of it."""
-        while node is not None and name_of_node(node) in _LINEAR and len(node.next_functions) == 1:
-            node = node.next_functions[0][0]
-        is_leaf = node is not None and name_of_node(node) == "AccumulateGrad"
-        return is_leaf and self._leaf(node.variable) is Rows.FIXED
+    def _is_weight(self, node: Any, depth: int = 0) -> bool:
+        """Whether a node gives a parameter of the model, or a weight that is computed of parameters alone."""
+        if node is None or depth > _DEEPEST:
+            return False
+        if node not in self._weights:
+            self._weights[node] = self._is_computed_weight(node, name_of_node(node), depth)
+        return self._weights[node]
+
+    def _is_computed_weight(self, node: Any, name: str, depth: int) -> bool:
+        if name == "AccumulateGrad":
+            return self._leaf(node.variable) is Rows.FIXED
+        inputs = [child for child, _ in node.next_functions]
+        known = [child for child in inputs if child is not None]
+        if name in _LOOKUPS or not known or not all(self._is_weight(child, depth + 1) for child in known):
+            return False
+        if len(known) == len(inputs) or name in ("Mv", "Dot", "Vdot"):
+            return True
+        if name in _PRODUCTS:
+            pairs = zip(inputs[-2:], _keys(name), strict=False)
+            return not any(self._is_data(node, key) for child, key in pairs if child is None)
+        # What has no gradient may be samples, unless a weight has given the shape; or a frozen weight, of
+        # which some rows are trained: tokens of PEFT.
+        shape = shape_behind(node) or ()
+        return shape in map(shape_behind, known) or (name == "IndexCopy" and len(shape) == 2)
 
     def _is_of_batch(self, child: Any, node: Any, key: str, depth: int) -> bool:
         if child is not None:
             return self.flow(child, depth + 1) is not Rows.FIXED
+        return self._is_data(node, key)
+
+    def _is_data(self, node: Any, key: str) -> bool:
+        """Whether a node has been given what is of the batch, without a gradient."""
         saved = saved_by(node, key)  # only here: what a checkpoint has saved would be computed again
         return saved is not None and not self._is_fixed(saved)
 
@@ -393,8 +417,8 @@ class LossWalk:
         """Whether an operand without a gradient has as many rows or columns as there are samples."""
         if name in ("Pdist", "PdistForward") or None not in inputs[-2:]:
             return True
-        keys = ("self", "mat2") if name in ("Mm", "Bmm") else ("mat1", "mat2")
-        saved = [saved_by(node, key) for child, key in zip(inputs[-2:], keys, strict=True) if child is None]
+        pairs = zip(inputs[-2:], _keys(name), strict=True)
+        saved = [saved_by(node, key) for child, key in pairs if child is None]
         return any(each is not None and self._samples in each.shape for each in saved)
 
     def _refuse_pairs(self, node: Any) -> None:
@@ -453,3 +477,8 @@ def _is_made_up(node: Any) -> bool:
     """Whether a node stands for a module that a trace could not follow (`traced_values.with_history`)."""
     leaves = [child.variable for child, _ in node.next_functions if child is not None and is_leaf(child)]
     return any(isinstance(x, FakeTensor) and not x.dim() and not isinstance(x, nn.Parameter) for x in leaves)
+
+
+def _keys(name: str) -> tuple[str, str]:
+    """Under which names a product saves its operands."""
+    return ("self", "mat2") if name in ("Mm", "Bmm") else ("mat1", "mat2")

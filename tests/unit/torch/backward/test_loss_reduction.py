@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from shardwright.torch.backward.loss_reduction import form_of_loss
 from shardwright.torch.backward.loss_terms import Reduction
@@ -191,6 +192,66 @@ def test_weights_of_a_deep_model_are_no_samples() -> None:
     layers = [layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.Tanh())]
     x = torch.ones(2, 8)
     assert form_of_loss(F.mse_loss(nn.Sequential(*layers)(x), x), samples=2).reduction is Reduction.MEAN
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor) -> Tensor:
+        return torch.round(weight / scale) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _Tokens(nn.Module):
+    """Trains some rows of a frozen weight, as PEFT does with tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2, 16))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.detach().index_copy(0, torch.tensor([1, 2]), self.rows)
+
+
+class _Quantized(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        scale = weight.detach().abs().mean()
+        made: Tensor = _Rounded.apply(weight, scale)
+        return made
+
+
+COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "matrix_exp": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
+    "cayley": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="cayley"),
+    "householder": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="householder"),
+    "quantized": lambda layer: parametrize.register_parametrization(layer, "weight", _Quantized()),
+    "tokens": lambda layer: parametrize.register_parametrization(layer, "weight", _Tokens()),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_weight_that_is_computed_is_no_batch(name: str) -> None:
+    """A head with a normed weight was said to compare samples, where its rows are a multiple of them."""
+    first, head = nn.Linear(16, 16), COMPUTED[name](nn.Linear(16, 16))
+    own = {buffer.untyped_storage().data_ptr() for buffer in head.buffers()}
+    x, labels = torch.randn(4, 4, 16), torch.arange(16)
+    for rows in (x, first(x)):
+        loss = F.cross_entropy(head(rows).flatten(0, 1), labels)
+        form = form_of_loss(loss, samples=4, is_fixed=lambda each: each.untyped_storage().data_ptr() in own)
+        assert form.reduction is Reduction.WEIGHTED, form.reason
+
+
+def test_what_parameters_make_of_samples_is_no_weight() -> None:
+    """Samples that have no gradient, and rows that they have looked up, are compared with one another."""
+    labels, table = torch.arange(16), nn.Embedding(16, 16)
+    x, head = torch.randn(16, 16), nn.Linear(16, 16)
+    for left, right in ((head(x), head(x)), (head(x).tanh(), x), (table(labels), table(labels.flip(0)))):
+        form = form_of_loss(F.cross_entropy(left @ right.T, labels), samples=16)
+        assert form.reduction is Reduction.NEITHER
 
 
 def test_a_mean_times_the_number_of_its_samples_is_pointed_out() -> None:
