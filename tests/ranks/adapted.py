@@ -24,14 +24,15 @@ __all__ = [
 WORDS, STEPS = 96, 2
 
 
-def llama() -> nn.Module:
+def llama(**settings: Any) -> nn.Module:
     """A Llama of which each head and each rank may have a part."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=64, **sizes, **heads))
+    settings = {"vocab_size": WORDS, "max_position_embeddings": 64, **sizes, **heads, **settings}
+    return LlamaForCausalLM(LlamaConfig(**settings))
 
 
 def gpt2() -> nn.Module:
@@ -43,13 +44,20 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def with_adapter(base: nn.Module, **settings: Any) -> Any:
-    """A model of PEFT whose adapters change something from the beginning."""
+def with_adapter(base: nn.Module, kind: Any = None, **settings: Any) -> Any:
+    """A model of PEFT, of LoRA or another kind, whose adapters change something from the beginning."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    usual = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    return get_peft_model(base, LoraConfig(**{**usual, "init_lora_weights": False, **settings}))
+    usual = (
+        {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} if kind is None else {}
+    )
+    model = get_peft_model(base, (kind or LoraConfig)(**{**usual, "task_type": "CAUSAL_LM", **settings}))
+    if kind is not None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=0.05)
+    return model
 
 
 def batch(step: int, *, samples: int = 8) -> Tensor:

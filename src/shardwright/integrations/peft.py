@@ -87,7 +87,13 @@ def save_merged(model: DistributedModel, folder: str | Path, **options: Any) -> 
             "adapter (save_adapter), load the base model unquantized, and there call "
             f'PeftModel.from_pretrained(base, "{folder}").merge_and_unload().'
         )
+    if not hasattr(inner.base_model, "merge_and_unload"):
+        raise UsageError(
+            f"{inner.peft_type.value} changes what the base model is given, not its weights: nothing can be "
+            "merged. Save the adapter alone: save_adapter."
+        )
     state = model.state_dict()
+    unsaved = [buffer for name, buffer in inner.named_buffers() if name not in state]
 
     def write() -> None:
         named = (*inner.named_parameters(), *inner.named_buffers())
@@ -95,14 +101,16 @@ def save_merged(model: DistributedModel, folder: str | Path, **options: Any) -> 
         merged = copy.deepcopy(inner, whole).merge_and_unload(safe_merge=True)  # a layer is copied at a time
         merged.save_pretrained(str(folder), **options)
 
-    _on_the_first_rank(write)
+    with model.gathered(*unsaved):
+        _on_the_first_rank(write)
 
 
 def adapter_state(model: DistributedModel) -> dict[str, Tensor]:
     """The weights of all adapters by their names in the model, whole, on all ranks."""
-    inner = _adapted(model)
-    names = (name for adapter in inner.peft_config for name in _names(model, adapter).values())
-    return model.some_of_state(sorted(set(names)))
+    own = model.described_state()
+    adapters = (_names(model, adapter) for adapter in _adapted(model).peft_config)
+    found = {id(own[name]) for names in adapters for name in names.values()}
+    return model.some_of_state([name for name, tensor in own.items() if id(tensor) in found])
 
 
 def _names(model: DistributedModel, adapter: str) -> dict[str, str]:
@@ -115,8 +123,9 @@ def _names(model: DistributedModel, adapter: str) -> dict[str, str]:
     made = sorted(each for each, tensor in short.items() if each not in own and id(tensor) not in names)
     if made:
         raise UsageError(
-            f"PEFT makes {made[0]} when it saves, and no rank has it. Adapters such as {adapter} are saved "
-            "by PEFT alone, on one rank."
+            f"PEFT makes {made[0]} of the adapter {adapter} when it saves, and no rank has it. Call "
+            "model.state_dict() on all ranks, load it into a model of PEFT's on one of them, and save that "
+            "one: plain.load_state_dict(state); plain.save_pretrained(folder)."
         )
     # Of tied weights each has its own name in the file.
     return {each: each if each in own else names[id(tensor)] for each, tensor in short.items()}

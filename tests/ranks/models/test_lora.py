@@ -1,5 +1,6 @@
 """Adapters of PEFT train on any plan as in one process, and are saved, loaded and merged alone."""
 
+import copy
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -53,6 +54,31 @@ def llama_with_a_new_head() -> Any:
     return exact_llama(modules_to_save=["lm_head"])
 
 
+def llama_with_a_tied_head() -> Any:
+    """The file of the adapter has embedding and head, which are one parameter."""
+    both = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+    return with_adapter(llama(tie_word_embeddings=True).double(), **both)
+
+
+def llama_with_trained_tokens() -> Any:
+    """The head computes its weight of a frozen one and of some trained rows, and compares no samples."""
+    return with_adapter(llama(tie_word_embeddings=True).double(), trainable_token_indices=[1, 2, 5])
+
+
+def llama_rotated() -> Any:
+    """Orthogonal fine-tuning keeps indices in buffers that no state has, and a stage has only its own."""
+    from peft import OFTConfig
+
+    return with_adapter(llama().double(), OFTConfig, r=0, oft_block_size=8, target_modules=["q_proj"])
+
+
+def llama_scaled() -> Any:
+    from peft import IA3Config
+
+    scaled = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    return with_adapter(llama().double(), IA3Config, **scaled)
+
+
 def llama_late() -> Any:
     """The first stage has nothing to train, and no backward."""
     return exact_llama(layers_to_transform=[3])
@@ -60,6 +86,8 @@ def llama_late() -> Any:
 
 def saved_and_loaded(plain: Any, model: Any, *, folder: Path) -> None:
     """What is saved, plain PEFT has; and the wrapped model takes it back, and stays as it is when merged."""
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
+
     from shardwright.integrations.peft import adapter_state, load_adapter, save_adapter, save_merged
 
     weights = [parameter.detach().clone() for parameter in model.local_parameters()]
@@ -73,6 +101,12 @@ def saved_and_loaded(plain: Any, model: Any, *, folder: Path) -> None:
                 parameter.zero_()
     load_adapter(model, folder)
     after = adapter_state(model)
+    loaded = copy.deepcopy(plain)
+    for parameter in loaded.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.zeros_(parameter)
+    set_peft_model_state_dict(loaded, load_peft_weights(str(folder)))
+    torch.testing.assert_close(outputs(loaded), outputs(plain), rtol=1e-5, atol=1e-5)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -130,6 +164,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], float]] = {
     "DoRA": (llama_dora, TENSOR, OWN_TYPE),
     "new head": (llama_with_a_new_head, SHARDS, OWN_TYPE),
     "late": (llama_late, STAGES, OWN_TYPE),
+    "tied head": (llama_with_a_tied_head, STAGES, OWN_TYPE),
+    "trained tokens": (llama_with_trained_tokens, TENSOR, OWN_TYPE),
+    "IA3": (llama_scaled, STAGES, OWN_TYPE),
+    "OFT": (llama_rotated, STAGES, OWN_TYPE),
 }
 
 
@@ -139,6 +177,38 @@ def test_adapters_train_as_in_one_process_and_come_back(tmp_path: Path) -> None:
     )
     for name, (_, _, limit) in CASES.items():
         check([each[name] for each in kept], limit)
+
+
+def prompts(folder: Path) -> tuple[list[str], bool]:
+    """What is said where prompts are saved, or merged; and whether they are in the whole state."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    import shardwright.torch as sw
+    from shardwright.errors import UsageError
+    from shardwright.integrations.peft import save_adapter, save_merged
+
+    sw.init({"run_dir": "off"})
+    config = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    model = sw.DistributedModel(get_peft_model(gpt2(), config))
+    said = []
+    for save in (save_adapter, save_merged):
+        with pytest.raises(UsageError) as caught:
+            save(model, folder)
+        said.append(str(caught.value))
+    plain = get_peft_model(gpt2(), config)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    return said, torch.equal(
+        *(m.state_dict()["prompt_encoder.default.embedding.weight"] for m in (model, plain))
+    )
+
+
+def test_prompts_are_saved_by_way_of_the_whole_state(tmp_path: Path) -> None:
+    ((said, same),) = run_ranks(prompts, 1, tmp_path / "adapter", timeout_s=120, env={"HF_HUB_OFFLINE": "1"})
+    assert "plain.load_state_dict(state)" in said[0]
+    assert "PROMPT_TUNING changes what the base model is given" in said[1]
+    assert same
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
 
 def refused(folder: Path) -> list[str]:
