@@ -1,8 +1,12 @@
 """The rank of this process in each group."""
 
+import os
+
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.joining.process_group import init_process_group
+from shardwright.comm.launchers import detect
 from shardwright.run.context import context
 from shardwright.run.joint_calls import meet
 
@@ -105,12 +109,17 @@ def get_dp_group() -> tuple[int, ...]:
 
 
 def get_dp_process_group() -> dist.ProcessGroup | None:
-    """The process group of this pipeline stage, one rank a replica; None without `torch.distributed`.
+    """The process group of this pipeline stage, one rank a replica; a rank alone gets one of itself.
 
     What a step returns is on every rank of a replica. Sums over this group count each replica once: give it
     to ``dist.all_reduce(correct, group=...)``, or to metrics as their ``process_group``.
     """
-    return context().group_of_replicas()
+    current = context()
+    if current.mesh.world_size == 1 and not dist.is_initialized():
+        timeout_s = current.config.timeout_s
+        backend = "nccl" if current.device.type == "cuda" else "gloo"
+        init_process_group(detect(os.environ), backend=backend, timeout_s=timeout_s, device=current.device)
+    return current.group_of_replicas() or dist.group.WORLD
 
 
 def barrier() -> None:
