@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -200,8 +201,21 @@ class CheckpointFolder:
 def refuse_one_checkpoint(path: Path) -> None:
     """Refuses a checkpoint where the folder that has it is meant: a lock in it would damage it."""
     if (path / MANIFEST).exists():
+        refuse_other_name(path)
         folder = path.absolute().parent
         raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {folder}.")
+
+
+def refuse_other_name(path: Path) -> None:
+    """Refuses a checkpoint that was copied or renamed so that no listing of its folder has it."""
+    folder = path.absolute()
+    if _NAME.fullmatch(folder.name) is None:
+        step = Manifest.from_bytes(read_regular(path / MANIFEST), name=str(path / MANIFEST)).step
+        name = Commit(1, step).name
+        raise UsageError(
+            f"{path} is a checkpoint of step {step}, and checkpoints are found by their names. Rename it: "
+            f"{shlex.join(['mv', str(path), str(folder.parent / name)])}"
+        )
 
 
 def _folders_in(root: Path) -> list[str]:

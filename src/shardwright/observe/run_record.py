@@ -9,6 +9,7 @@
 So the same command twice continues a run that was stopped, and never touches one that came to its end.
 """
 
+import os
 import shlex
 import sys
 import time
@@ -39,6 +40,7 @@ class RunRecord(Record):
 
     Attributes:
         script: its absolute path, or the name of a module.
+        beside: the path as seen from the run folder: both may be moved together, or mounted elsewhere.
         command: to be typed again, from the same folder.
         named: whether somebody chose the name of the run folder.
         exit_code: of the launcher; None where there was none, or it goes on.
@@ -47,6 +49,7 @@ class RunRecord(Record):
 
     version: Literal[1] = 1
     script: str
+    beside: str = ""
     arguments: tuple[str, ...] = ()
     settings: dict[str, Any] = Field(default_factory=dict)
     command: str = ""
@@ -56,8 +59,13 @@ class RunRecord(Record):
     begun_s: Annotated[float, Field(ge=0, le=_LATEST_S)] = 0.0
 
     def is_repeated_by(self, other: "RunRecord") -> bool:
-        """Whether the other is the same script with the same arguments and settings, on any ranks."""
-        return (self.script, self.arguments, self.settings) == (other.script, other.arguments, other.settings)
+        """Whether the other, of the same script, has the same arguments and settings, on any ranks."""
+        return (self.arguments, self.settings) == (other.arguments, other.settings)
+
+    def is_of(self, script: str, folder: RunFolder) -> bool:
+        """Whether the run in a folder is one of this script, also where both have moved."""
+        moved = self.beside and os.path.normpath(folder.path.absolute() / self.beside)
+        return script in (self.script, moved)
 
     @property
     def did_finish(self) -> bool:
@@ -65,7 +73,10 @@ class RunRecord(Record):
 
     def begun(self, folder: RunFolder) -> "RunRecord":
         """Writes that the run begins, or goes on, now."""
-        return self._changed(folder, state="running", exit_code=None, begun_s=round(time.time(), 3))
+        is_path = os.path.isabs(self.script)
+        beside = os.path.relpath(self.script, folder.path.absolute()) if is_path else ""
+        begun_s = round(time.time(), 3)
+        return self._changed(folder, beside=beside, state="running", exit_code=None, begun_s=begun_s)
 
     def ended(self, folder: RunFolder, exit_code: int) -> "RunRecord":
         """Writes how the run ended, by the exit code of its launcher."""
@@ -309,7 +320,7 @@ def _runs_of(base: Path, script: str) -> Iterator[_Earlier]:
     for path in base.iterdir():
         folder = RunFolder(path)
         record = read_record(folder)
-        if record is not None and record.script == script:
+        if record is not None and record.is_of(script, folder):
             yield _Earlier(folder, record, saved_step(folder))
 
 

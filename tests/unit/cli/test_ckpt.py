@@ -50,6 +50,16 @@ def test_the_list_for_programs_has_numbers_and_times(run, capsys):
     assert "manifest.json" in second["problem"]
 
 
+@pytest.mark.parametrize("words", [["ls"], ["verify"], ["gc", "--keep", "1"], ["export", "-o", "out"]])
+def test_a_checkpoint_that_was_copied_under_another_name_says_which_it_needs(run, capsys, words):
+    """It was said that the folder around it has no checkpoint, or to give that folder."""
+    path = (run / "checkpoints" / "step-00000020").rename(run / "the best")
+    code, _, err = call(capsys, "ckpt", words[0], path, *words[1:])
+    assert code == 2
+    assert "is a checkpoint of step 20, and checkpoints are found by their names" in err
+    assert f"mv '{path}' {run / 'step-00000020'}" in err
+
+
 def test_verifies(run, capsys):
     assert call(capsys, "ckpt", "verify", run)[:2] == (0, "step-00000010  ok\nstep-00000020  ok\n")
     path = run / "checkpoints" / "step-00000010" / "state.json"

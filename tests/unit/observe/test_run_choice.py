@@ -84,6 +84,21 @@ def test_other_arguments_are_another_run_which_is_told_how_to_continue_the_first
     assert begin(tmp_path, command(script="/home/me/other.py")).told == ()
 
 
+def test_a_run_that_was_moved_with_its_script_goes_on(tmp_path: Path) -> None:
+    """A project in another folder, or mounted elsewhere, began at step 0 again."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    first = end(begin(there / "runs", command(script=str(there / "train.py"))), "stopped", saved=30)
+    there.rename(here)
+    for _ in range(2):
+        again = begin(here / "runs", command(script=str(here / "train.py")))
+        assert again.folder.path == here / "runs" / first.folder.path.name
+        assert again.told == (f"{again.folder} goes on from step 30",)
+        end(again, "stopped")
+    other = begin(here / "runs", command(script=str(here / "old" / "train.py")))
+    assert other.folder.path.name == "train-2"
+    assert other.told == ()
+
+
 def test_resume_and_fresh_overrule(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no run of train.py in .* has a checkpoint to resume from"):
         begin(tmp_path, again="resume")

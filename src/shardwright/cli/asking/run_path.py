@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.checkpoint.disk import MANIFEST
-from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
+from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint, refuse_other_name
 from shardwright.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def named_checkpoint(path: Path, name: str | None) -> tuple[CheckpointFolder, st
     whole = path if path.name else path.absolute()  # "." has neither a name nor a folder around it
     if not (whole / MANIFEST).exists():
         return checkpoint_folder(path), name
+    refuse_other_name(whole)
     if name not in (None, whole.name):
         raise UsageError(f"{path} is a checkpoint, and {name} is another one. Leave one of them out.")
     return CheckpointFolder(whole.parent), whole.name
