@@ -23,12 +23,9 @@ from shardwright.costs.inputs import Dispatch, Hides, Numbers, Options, Rates, R
 from shardwright.costs.links import (
     ATTENTION_BACKWARD,
     ELEMENTWISE_BACKWARD,
+    Peers,
     RankRates,
     beyond,
-    inside_of_node,
-    network_rate,
-    ring_rate,
-    ring_seconds,
 )
 from shardwright.costs.shape import Shape
 
@@ -216,7 +213,7 @@ def _exposed_sums(
 def head_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Seconds of the head and the loss, forward and backward, for one microbatch."""
     rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
-    tokens = options.microbatch * shape.sequence / options.context
+    tokens = tokens_of(shape, options)
     width = shape.vocabulary / options.tensor
     times = 2 + np.asarray(shape.trained)
     return times * rank.product(tokens, shape.hidden, width) + tokens * width * _LOSS_BYTES / rank.memory_rate
@@ -275,8 +272,7 @@ def _attention(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> 
 
 
 def _elementwise(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
-    divided = np.where(options.sequence_parallel > 0, options.tensor, 1.0)
-    width = _ELEMENTWISE_WHOLE / divided + _ELEMENTWISE_SPLIT / options.tensor
+    width = _ELEMENTWISE_WHOLE / _divided(options) + _ELEMENTWISE_SPLIT / options.tensor
     sparse = np.where(np.asarray(shape.experts) > 1, 1 - shape.dense, 0.0)
     routed = sparse * shape.experts_per_token * (_ROUTED * shape.hidden + _OF_EXPERT * shape.ffn)
     moved = rank.width * tokens * (shape.hidden * width + routed / options.tensor) * rank.reached.elementwise
@@ -285,30 +281,14 @@ def _elementwise(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -
 
 def _tensor(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
     """Two all-reduces, or as many pairs of gathers and reduce-scatters, in one direction."""
-    t = options.tensor
-    rate = ring_rate(
-        rates,
-        reached,
-        ranks=t,
-        stride=1.0,
-        link_share=reached.link,
-        network_share=reached.reduce_network,
-    )
-    once = ring_seconds(rates, options.width * tokens * shape.hidden, ranks=t, stride=1.0, rate=rate)
+    once = Peers(rates, reached, options.tensor).ring_seconds(options.width * tokens * shape.hidden)
     return 2 * 2 * once * (1 + 0.5 * shape.cross)
 
 
 def _context(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
     """Keys and values go round in a ring: seconds of a forward; in a backward, of twice as many bytes."""
     c = options.context
-    rate = ring_rate(
-        rates,
-        reached,
-        ranks=c,
-        stride=options.inner_stride,
-        link_share=reached.link,
-        network_share=reached.reduce_network,
-    )
+    rate = Peers(rates, reached, c, options.inner_stride).ring_rate()
     ring = (c - 1) * options.width * tokens * (shape.keys + shape.values) / options.tensor / rate
     return np.where(c > 1, ring, 0.0)
 
@@ -318,11 +298,11 @@ def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies,
 
     A tensor parallel rank sends its own part of the tokens, each as often as `Dispatch` tells.
     """
-    e, stride = options.expert, options.inner_stride
-    inside = inside_of_node(rates, ranks=e, stride=stride)
+    e, peers = options.expert, Peers(rates, reached, options.expert, options.inner_stride)
+    inside = peers.inside
     nodes = np.maximum(1.0, e / inside)
     num_bytes = options.width * tokens * shape.hidden / _divided(options)
-    network = network_rate(rates, reached, ranks=e, stride=stride) * reached.exchange / rates.per_node
+    network = peers.network_rate * reached.exchange / rates.per_node
     to_ranks = e * _has_expert(shape, e)
     to_ranks = np.where(options.dispatch == Dispatch.EXPERT, shape.experts_per_token, to_ranks)
     by_nodes = options.dispatch == Dispatch.NODE

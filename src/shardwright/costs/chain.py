@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from shardwright.catalogue import LayerChain
 from shardwright.costs.calibration import Efficiencies
-from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
+from shardwright.costs.inputs import Offload, Options, Placement, Rates, Recompute, ScheduleKind
 from shardwright.costs.kinds import KindOfRank, Prices, rates_among, stages_alike
-from shardwright.costs.links import Price, RankRates, hop_seconds, ring_rate
+from shardwright.costs.links import Peers, Price, RankRates, hop_seconds, offload_seconds
 from shardwright.costs.memory import (
     Precision,
     RankBytes,
@@ -305,8 +305,7 @@ def _seconds_of(
     mean, slowest = works.mean(axis=1), works.max(axis=1)
     held = parameters.max()
     trained = (parameters - group.of_ranks(np.array(chain.column("frozen")))).max()
-    crossing = _crossing(chain, group)
-    hop = _hop_seconds(o, crossing * width, rates, reached)
+    hop = hop_seconds(o, o.microbatch * (_crossing(chain, group) * width), rates, reached)
     bubble = bubble_seconds(o, mean=mean, weight=weight, hop=hop)
     share = trained / max(held, 1.0)
     gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, trained=share)
@@ -316,7 +315,7 @@ def _seconds_of(
         hop=hop,
         gather=gather,
         scatter=scatter,
-        offload=_offload_seconds(chain, group, rates, width),
+        offload=offload_seconds(o, o.microbatch * _kept(chain, group).max() * width, rates),
         sums=all_reduce_seconds(trained, o, rates, reached),
         beside=mean + bubble / m,
         backward=price.backward.mean(axis=1),
@@ -368,17 +367,13 @@ def _exchange_seconds(
     chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, width: int
 ) -> Floats:
     """Seconds in which ranks that share layers exchange for a microbatch: (candidates, pipeline ranks)."""
-    ranks = np.asarray(group.options.tensor, dtype=float)
-    rate = ring_rate(
-        rates, reached, ranks=ranks, stride=1.0, link_share=reached.link, network_share=reached.reduce_network
-    )
-    once = np.where(ranks <= rates.per_node, rates.link_latency_s, rates.network_latency_s)
-    latency = 2 * once * np.log2(np.maximum(ranks, 1.0))
+    peers = Peers(rates, reached, np.asarray(group.options.tensor, dtype=float))
     calls = group.of_ranks(np.array(chain.column("collectives"), dtype=float))
     sent = group.of_ranks(np.array(chain.column("sent"), dtype=float)) * width
     samples = np.asarray(group.options.microbatch, dtype=float)
     dispatch = group.of_ranks(np.array(chain.column("dispatch_s"), dtype=float))
-    found: Floats = np.multiply.outer(latency, calls) + np.multiply.outer(samples / rate, sent) + dispatch
+    exchanged = np.multiply.outer(samples / peers.ring_rate(), sent)
+    found: Floats = np.multiply.outer(2 * peers.latency_s, calls) + exchanged + dispatch
     return found
 
 
@@ -388,26 +383,10 @@ def _crossing(chain: LayerChain, group: _Group) -> float:
     return max((chain.layers[cut].crossing for cut in cuts), default=0.0)
 
 
-def _hop_seconds(options: Options, num_bytes: float, rates: Rates, reached: Efficiencies) -> Numbers:
-    near = options.pipeline_span <= rates.per_node
-    once = hop_seconds(rates, options.microbatch * num_bytes, share=reached.point_to_point, near=near)
-    kind = options.schedule
-    crossings = np.where(kind == ScheduleKind.INTERLEAVED, options.virtual, 1.0)
-    crossings = np.where(kind == ScheduleKind.ZB_V, 2.0, crossings)
-    return np.where(options.pipeline > 1, 2 * crossings * once, 0.0)
-
-
 def _kept(chain: LayerChain, group: _Group) -> Floats:
     """Numbers that the layers of each pipeline rank keep of a sample: (ranks,)."""
     full = np.asarray(group.options.recompute)[0] == Recompute.FULL
     return group.of_ranks(np.array(chain.column("inputs" if full else "kept")))
-
-
-def _offload_seconds(chain: LayerChain, group: _Group, rates: Rates, width: int) -> Numbers:
-    """Transfers of activations to the host and back."""
-    o = group.options
-    once = 2 * o.microbatch * _kept(chain, group).max() * width / np.maximum(rates.host_Bps, 1.0)
-    return np.where(o.offload == Offload.ACTIVATIONS, once, 0.0)
 
 
 def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.costs.calibration import Efficiencies
-from shardwright.costs.inputs import Numbers, Rates
+from shardwright.costs.inputs import Numbers, Offload, Options, Rates, ScheduleKind
 from shardwright.model_graph import Work
 
 
@@ -31,71 +31,78 @@ def beyond(reached: Efficiencies, seconds: Numbers, computing: Numbers) -> Numbe
     return np.maximum(np.minimum(reached.exposed, 1.0) * seconds, seconds - computing)
 
 
-def network_rate(rates: Rates, reached: Efficiencies, *, ranks: Numbers, stride: Numbers) -> Numbers:
-    """Bytes a second of a node for a group over several: the more nodes, the more of them are in its way."""
-    nodes = np.maximum(1.0, ranks * stride / rates.per_node)
-    return rates.network_Bps * nodes**-reached.contention
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Ranks that exchange, a stride apart, while all groups of their kind do the same."""
+
+    rates: Rates
+    reached: Efficiencies
+    number: Numbers
+    stride: Numbers = 1.0
+
+    @property
+    def inside(self) -> Numbers:
+        """How many of them share a node."""
+        return np.minimum(self.number, np.maximum(1.0, np.floor(self.rates.per_node / self.stride)))
+
+    @property
+    def network_rate(self) -> Numbers:
+        """Bytes a second of a node: the more nodes, the more of them are in its way."""
+        nodes = np.maximum(1.0, self.number * self.stride / self.rates.per_node)
+        return self.rates.network_Bps * nodes**-self.reached.contention
+
+    @property
+    def latency_s(self) -> Numbers:
+        once = np.where(self._are_near, self.rates.link_latency_s, self.rates.network_latency_s)
+        return once * np.log2(np.maximum(self.number, 1.0))
+
+    def ring_rate(self, *, gathers: bool = False) -> Numbers:
+        """Bytes a second of each rank of a ring."""
+        reached = self.reached
+        shares = (reached.link, reached.reduce_network)
+        of_link, of_network = (reached.gather_link, reached.gather_network) if gathers else shares
+        link = self.rates.link_Bps * of_link
+        network = self.network_rate * of_network * self.inside / self.rates.per_node
+        return np.where(self._are_near, link, np.minimum(link, network))
+
+    def ring_seconds(self, num_bytes: Numbers, *, gathers: bool = False) -> Numbers:
+        """Half of an all-reduce: a reduce-scatter or an all-gather of so many bytes."""
+        rate = self.ring_rate(gathers=gathers)
+        seconds = (self.number - 1) / self.number * num_bytes / rate + self.latency_s
+        return np.where(self.number > 1, seconds, 0.0)
+
+    def seconds_by_nodes(self, num_bytes: Numbers) -> Numbers:
+        """An all-gather or reduce-scatter in which each byte enters a node once."""
+        rates, reached, ranks, inside = self.rates, self.reached, self.number, self.inside
+        network = self.network_rate * reached.hierarchical_network * inside / rates.per_node
+        across = np.where(ranks > inside, num_bytes * (ranks - inside) / ranks / network, 0.0)
+        within = num_bytes * (inside - 1) / inside / (rates.link_Bps * reached.gather_link)
+        steps = rates.network_latency_s * np.log2(np.maximum(ranks / inside, 1.0))
+        latency = steps + rates.link_latency_s * np.log2(inside)
+        return np.where(ranks > 1, np.maximum(across, within) + latency, 0.0)
+
+    @property
+    def _are_near(self) -> Numbers:
+        return self.number * self.stride <= self.rates.per_node
 
 
-def inside_of_node(rates: Rates, *, ranks: Numbers, stride: Numbers) -> Numbers:
-    """How many ranks of a group share a node."""
-    return np.minimum(ranks, np.maximum(1.0, np.floor(rates.per_node / stride)))
-
-
-def ring_rate(
-    rates: Rates,
-    reached: Efficiencies,
-    *,
-    ranks: Numbers,
-    stride: Numbers,
-    link_share: Numbers,
-    network_share: Numbers,
-) -> Numbers:
-    """Bytes a second of each rank of a ring, while all groups of its kind do the same."""
-    inside = inside_of_node(rates, ranks=ranks, stride=stride)
-    link = rates.link_Bps * link_share
-    of_node = network_rate(rates, reached, ranks=ranks, stride=stride)
-    network = of_node * network_share * inside / rates.per_node
-    return np.where(ranks * stride <= rates.per_node, link, np.minimum(link, network))
-
-
-def ring_seconds(
-    rates: Rates, num_bytes: Numbers, *, ranks: Numbers, stride: Numbers, rate: Numbers
-) -> Numbers:
-    """Half of an all-reduce: a reduce-scatter or an all-gather of so many bytes, with logarithmic latency."""
-    near = ranks * stride <= rates.per_node
-    latency = np.where(near, rates.link_latency_s, rates.network_latency_s)
-    seconds = (ranks - 1) / ranks * num_bytes / rate + latency * np.log2(np.maximum(ranks, 1.0))
-    return np.where(ranks > 1, seconds, 0.0)
-
-
-def gather_seconds(
-    rates: Rates,
-    reached: Efficiencies,
-    num_bytes: Numbers,
-    *,
-    ranks: Numbers,
-    stride: Numbers,
-    link_share: Numbers,
-    network_share: Numbers,
-) -> Numbers:
-    """An all-gather or reduce-scatter in which each byte enters a node once."""
-    inside = inside_of_node(rates, ranks=ranks, stride=stride)
-    of_node = network_rate(rates, reached, ranks=ranks, stride=stride)
-    network = of_node * network_share * inside / rates.per_node
-    across = np.where(ranks > inside, num_bytes * (ranks - inside) / ranks / network, 0.0)
-    within = num_bytes * (inside - 1) / inside / (rates.link_Bps * link_share)
-    steps = rates.network_latency_s * np.log2(np.maximum(ranks / inside, 1.0))
-    latency = steps + rates.link_latency_s * np.log2(inside)
-    return np.where(ranks > 1, np.maximum(across, within) + latency, 0.0)
-
-
-def hop_seconds(rates: Rates, num_bytes: Numbers, *, share: Numbers, near: Numbers) -> Numbers:
-    """A message to the next stage, while every rank sends one; the slowest hop decides."""
+def hop_seconds(options: Options, num_bytes: Numbers, rates: Rates, reached: Efficiencies) -> Numbers:
+    """Messages of a microbatch there and back, at one end of a stage; the slowest hop decides."""
+    near = options.pipeline_span <= rates.per_node
     network = np.where(np.asarray(rates.hop_Bps) > 0, rates.hop_Bps, rates.network_Bps)
     rate = np.where(near, rates.link_Bps, network / rates.per_node)
     latency = np.where(near, rates.link_latency_s, rates.network_latency_s)
-    return num_bytes / (rate * share) + latency
+    once = num_bytes / (rate * reached.point_to_point) + latency
+    kind = options.schedule
+    crossings = np.where(kind == ScheduleKind.INTERLEAVED, options.virtual, 1.0)
+    crossings = np.where(kind == ScheduleKind.ZB_V, 2.0, crossings)
+    return np.where(options.pipeline > 1, 2 * crossings * once, 0.0)
+
+
+def offload_seconds(options: Options, num_bytes: Numbers, rates: Rates) -> Numbers:
+    """Transfers of activations to the host and back."""
+    once = 2 * num_bytes / np.maximum(rates.host_Bps, 1.0)
+    return np.where(options.offload == Offload.ACTIVATIONS, once, 0.0)
 
 
 ATTENTION_BACKWARD = 2.5

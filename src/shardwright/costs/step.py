@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardwright.costs.block import block_seconds, head_seconds, kept_bytes
+from shardwright.costs.block import block_seconds, head_seconds, kept_bytes, tokens_of
 from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import (
     Columns,
@@ -16,7 +16,7 @@ from shardwright.costs.inputs import (
     ScheduleKind,
     Sharded,
 )
-from shardwright.costs.links import beyond, gather_seconds, hop_seconds, ring_rate, ring_seconds
+from shardwright.costs.links import Peers, beyond, hop_seconds, offload_seconds
 from shardwright.costs.shape import Shape
 
 UPDATE_BYTES, UPDATE_BYTES_32 = 36, 28
@@ -63,7 +63,8 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     p, m = options.pipeline, options.microbatches
     blocks = shape.layers / p
     mean = blocks * block.total + head / p
-    hop = _hop_seconds(shape, options, rates, reached)
+    sent = options.width * tokens_of(shape, options) * shape.hidden / options.tensor
+    hop = hop_seconds(options, sent, rates, reached)
     bubble = bubble_seconds(options, mean=mean, weight=blocks * block.weight, hop=hop)
     parameters = _rank_parameters(shape, options)
     gather, scatter = shard_seconds(parameters, options, rates, reached, trained=shape.trained)
@@ -73,7 +74,7 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         hop=hop,
         gather=gather,
         scatter=scatter,
-        offload=blocks * _offload_seconds(shape, options, rates),
+        offload=blocks * offload_seconds(options, kept_bytes(shape, options), rates),
         sums=all_reduce_seconds(shape.trained * parameters, options, rates, reached),
         beside=mean + bubble / m,
         backward=blocks * block.elapsed_backward,
@@ -187,19 +188,6 @@ def bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Num
     return np.where(p > 1, by_kind, 0.0)
 
 
-def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
-    """Messages of a microbatch there and back, at one end of a stage."""
-    p = options.pipeline
-    tokens = options.microbatch * shape.sequence / options.context
-    num_bytes = options.width * tokens * shape.hidden / options.tensor
-    near = options.pipeline_span <= rates.per_node
-    once = hop_seconds(rates, num_bytes, share=reached.point_to_point, near=near)
-    kind = options.schedule
-    crossings = np.where(kind == ScheduleKind.INTERLEAVED, options.virtual, 1.0)
-    crossings = np.where(kind == ScheduleKind.ZB_V, 2.0, crossings)
-    return np.where(p > 1, 2 * crossings * once, 0.0)
-
-
 def shard_seconds(
     parameters: Numbers,
     options: Options,
@@ -209,31 +197,9 @@ def shard_seconds(
     trained: Numbers = 1.0,
 ) -> tuple[Numbers, Numbers]:
     """Seconds of gathers and of reduce-scatters of shards, for a microbatch."""
-    ranks, stride = options.shard, options.shard_stride
-    num_bytes = options.width * parameters
-    flat = ring_seconds(
-        rates,
-        num_bytes,
-        ranks=ranks,
-        stride=stride,
-        rate=ring_rate(
-            rates,
-            reached,
-            ranks=ranks,
-            stride=stride,
-            link_share=reached.gather_link,
-            network_share=reached.gather_network,
-        ),
-    )
-    by_nodes = gather_seconds(
-        rates,
-        reached,
-        num_bytes,
-        ranks=ranks,
-        stride=stride,
-        link_share=reached.gather_link,
-        network_share=reached.hierarchical_network,
-    )
+    peers = Peers(rates, reached, options.shard, options.shard_stride)
+    flat = peers.ring_seconds(options.width * parameters, gathers=True)
+    by_nodes = peers.seconds_by_nodes(options.width * parameters)
     faster = np.where(options.hierarchical == Gathers.FASTER, np.minimum(by_nodes, flat), by_nodes)
     once = np.where(options.hierarchical == Gathers.FLAT, flat, faster)
     gathers = np.where(options.sharded == Sharded.PARAMETERS, 2.0, 0.0)
@@ -243,21 +209,11 @@ def shard_seconds(
 
 def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Sums over replicas once a step: of what a rank keeps, or a reduce-scatter and a gather of it."""
+    shard = np.where(options.sharded >= Sharded.GRADIENTS, options.shard, 1.0)
     # Ranks that share a sequence have parts of the same gradients, too.
-    stride = options.inner_stride
-    divided = options.sharded >= Sharded.GRADIENTS
-    shard = np.where(divided, options.shard, 1.0)
     replicas = options.data * options.context / shard
-    num_bytes = 2 * options.width * parameters / shard
-    rate = ring_rate(
-        rates,
-        reached,
-        ranks=replicas,
-        stride=stride * shard,
-        link_share=reached.link,
-        network_share=reached.reduce_network,
-    )
-    return 2 * ring_seconds(rates, num_bytes / 2, ranks=replicas, stride=stride * shard, rate=rate)
+    peers = Peers(rates, reached, replicas, options.inner_stride * shard)
+    return 2 * peers.ring_seconds(options.width * parameters / shard)
 
 
 def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
@@ -266,27 +222,8 @@ def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached:
     own = parameters / shard
     on_host = options.offload == Offload.OPTIMIZER
     rate = np.where(on_host, np.maximum(rates.host_Bps, 1.0), rates.memory_Bps * reached.update)
-    stride = options.shard_stride
-    gathered = ring_seconds(
-        rates,
-        options.width * parameters,
-        ranks=options.shard,
-        stride=stride,
-        rate=ring_rate(
-            rates,
-            reached,
-            ranks=options.shard,
-            stride=stride,
-            link_share=reached.gather_link,
-            network_share=reached.gather_network,
-        ),
-    )
+    peers = Peers(rates, reached, options.shard, options.shard_stride)
+    gathered = peers.ring_seconds(options.width * parameters, gathers=True)
     gathers = np.logical_and(options.sharded == Sharded.OPTIMIZER, np.asarray(options.as_here) > 0)
     moved = own * np.where(np.asarray(options.width) > 2, UPDATE_BYTES_32, UPDATE_BYTES)
     return moved / rate + np.where(gathers, gathered, 0.0)
-
-
-def _offload_seconds(shape: Shape, options: Options, rates: Rates) -> Numbers:
-    """Transfers of a block's activations to the host and back."""
-    once = 2 * kept_bytes(shape, options) / np.maximum(rates.host_Bps, 1.0)
-    return np.where(options.offload == Offload.ACTIVATIONS, once, 0.0)
