@@ -108,7 +108,7 @@ class ReplicaLoader:
         options: dict[str, Any],
     ):
         current = context()
-        _check(dataset, global_batch_size, replicas=current.mesh.data, options=options)
+        _check(dataset, global_batch_size, replicas=current.mesh.data, drop_last=drop_last, options=options)
         self._dataset: Any = dataset
         self._batch_size = global_batch_size
         self._shuffle = shuffle
@@ -283,17 +283,18 @@ def _outlive_sigterm(_: int) -> None:
     threading.Thread(target=listen, name="shardwright-sigterm", daemon=True).start()
 
 
-def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
+def _check(dataset: Any, batch_size: int, *, replicas: int, drop_last: bool, options: dict[str, Any]) -> None:
     if not isinstance(dataset, Sized):
         raise UsageError(
             f"sw.data_loader takes a data set with a length and numbered samples, or a stream, not a "
             f"{type(dataset).__name__}."
         )
     _check_batch(batch_size, replicas=replicas, options=options)
-    if len(dataset) < batch_size:
-        raise UsageError(
-            f"the data set has {len(dataset)} samples, fewer than a global batch of {batch_size}."
-        )
+    if len(dataset) < (batch_size if drop_last else replicas):
+        least, remedy = f"there are replicas, {replicas}", "Give each one, or fewer replicas."
+        if drop_last:
+            least, remedy = f"a global batch of {batch_size}", "Give smaller batches, or drop_last=False."
+        raise UsageError(f"the data set has {len(dataset)} samples, fewer than {least}. {remedy}")
 
 
 def _check_batch(batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:

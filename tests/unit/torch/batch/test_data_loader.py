@@ -110,10 +110,19 @@ def test_a_last_batch_may_be_smaller() -> None:
     assert len(loader) == 3
 
 
+def test_the_only_batch_may_be_smaller() -> None:
+    """An evaluation of a data set smaller than a batch was refused; a stream of as many samples was not."""
+    loader = sw.data_loader(Noisy(), 64, drop_last=False, shuffle=False)
+    for _ in range(2):
+        assert [len(batch) for batch in loader] == [12]
+    assert len(loader) == 1
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: sw.data_loader(Noisy(), 13), "12 samples, fewer than a global batch of 13"),
+        (lambda: sw.data_loader([], 4, drop_last=False), "0 samples, fewer than there are replicas, 1"),
         (lambda: sw.data_loader(Noisy(), 0), "a global batch of 0 samples"),
         (lambda: sw.data_loader(Noisy(), 4, sampler=None), "decides about sampler itself"),
         (lambda: sw.data_loader(7, 4), "takes a data set with a length and numbered samples, or a stream"),
