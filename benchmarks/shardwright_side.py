@@ -15,8 +15,9 @@ from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
 from shardwright.planner import Candidates, build_chain, make_plan
 from shardwright.planner.draft import make_draft
 from shardwright.planner.fabric import Fabric
+from shardwright.planner.objective import Demands
 from shardwright.planner.option_plan import predict
-from shardwright.planner.workload import Demands, Workload
+from shardwright.planner.workload import Workload
 from shardwright.run.context import context, set_context
 from shardwright.schedule import place_stages
 

@@ -31,8 +31,9 @@ from shardwright.planner.draft import make_draft
 from shardwright.planner.drafts import tie_variants
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.model_chain import build_chain
+from shardwright.planner.objective import Demands
 from shardwright.planner.option_plan import plan_of
-from shardwright.planner.workload import Demands, Workload
+from shardwright.planner.workload import Workload
 from shardwright.profile import Profile
 from shardwright.schedule import place_stages
 

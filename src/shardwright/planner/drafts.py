@@ -26,8 +26,9 @@ from shardwright.planner.chain import Bond, Chain, ParameterUse, StateBytes
 from shardwright.planner.cuts import improve, manual_stages
 from shardwright.planner.draft import Draft, Option, make_draft
 from shardwright.planner.fabric import Fabric
+from shardwright.planner.objective import Demands
 from shardwright.planner.reasons import SIMPLICITY, cuts_of
-from shardwright.planner.workload import Demands, Workload
+from shardwright.planner.workload import Workload
 from shardwright.schedule import place_stages
 
 

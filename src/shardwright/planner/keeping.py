@@ -16,56 +16,43 @@ Ranks do not share memory, so each is solved alone: in several orders, of which 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.cluster import Link
 from shardwright.costs.calibration import OFFLOADED_CALL_S
 from shardwright.planner.chain import SavedValue
 from shardwright.planner.layout import Layout
+from shardwright.planner.objective import Demands
 from shardwright.planner.rank_memory import gradients_come_late, messages
 
 _Way = Literal["recompute", "offload"]
 _Move = tuple[int, _Way]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepingPolicy:
-    """What the settings leave open.
-
-    Attributes:
-        recompute: units may be recomputed where memory requires it.
-        offload: units may be offloaded where memory requires it.
-        host: the way to the tier; None where copies take no time.
-    """
-
-    recompute: bool = True
-    offload: bool = False
-    host: Link | None = None
-
-
 def choose_keeping(
     layout: Layout,
+    demands: Demands,
     *,
     in_flight: Sequence[int],
-    limit_bytes: int,
-    policy: KeepingPolicy,
+    host: Link | None = None,
     num_microbatches: int | None = None,
-    optimizer_factor: float = 2.0,
     batch_bytes: int = 0,
 ) -> Layout:
-    """Has units keep less until every rank fits, if possible; otherwise does everything that helps."""
-    if not limit_bytes or not (policy.recompute or policy.offload):
+    """Has units keep less until every rank fits, if possible; otherwise does everything that helps.
+
+    `host`: the way to the tier; None where copies take no time.
+    """
+    if not demands.limit_bytes or "auto" not in (demands.recompute, demands.offload):
         return layout
     recomputed, offloaded = set[int](), set[int]()
     sent, under_way = layout.sent_bytes(), messages(layout)
     for rank, state in enumerate(layout.state_bytes()):
-        fixed = state.parameters + state.gradients + round(state.optimized * optimizer_factor)
+        fixed = state.parameters + state.gradients + round(state.optimized * demands.optimizer_factor)
         fixed += under_way[rank].num_bytes() + batch_bytes * (1 if rank == 0 else 2)
         fixed += sum(in_flight[stage] * sent[stage] for stage in layout.stages_of(rank))
         late = gradients_come_late(layout, rank, in_flight, num_microbatches=num_microbatches)
-        need = _Need(layout, rank, in_flight=in_flight, fixed=fixed, host=policy.host, gradients_late=late)
-        choice = _cheapest(need, policy, limit_bytes=limit_bytes)
+        need = _Need(layout, rank, in_flight=in_flight, fixed=fixed, host=host, gradients_late=late)
+        choice = _cheapest(need, demands)
         recomputed |= choice.recompute
         offloaded |= choice.offload
     layout = layout.with_recompute(sorted(recomputed))
@@ -220,8 +207,9 @@ class _Need:
         return sum(self._in_flight[stage] * (count - 1) for stage, count in kept.items())
 
 
-def _cheapest(need: _Need, policy: KeepingPolicy, *, limit_bytes: int) -> _Choice:
+def _cheapest(need: _Need, demands: Demands) -> _Choice:
     """What makes a rank fit for the fewest seconds; what helps most where nothing does."""
+    limit_bytes = demands.limit_bytes
     if need.bytes(need.given) <= limit_bytes:
         return need.given
     again = sorted(
@@ -229,11 +217,11 @@ def _cheapest(need: _Need, policy: KeepingPolicy, *, limit_bytes: int) -> _Choic
         key=lambda call: (need.recompute_s(call) / need.frees(call), call),
     )
     orders: list[list[_Move]] = []
-    if policy.recompute:
+    if demands.recompute == "auto":
         orders.append([(call, "recompute") for call in again])
-    if policy.offload:
+    if demands.offload == "auto":
         orders.append([(call, "offload") for call in need.calls])
-        if policy.recompute:
+        if demands.recompute == "auto":
             orders.append(_mixed(need, again))
     choices = [_shortest(need, moves, limit_bytes=limit_bytes) for moves in orders]
     fitting = [choice for choice in choices if need.bytes(choice) <= limit_bytes]

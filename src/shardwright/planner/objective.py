@@ -164,6 +164,29 @@ RecomputePolicy = Literal["auto", "none", "full"]
 OffloadPolicy = bool | Literal["auto"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """The demands on every option.
+
+    Attributes:
+        limit_bytes: memory of one rank; 0 means no limit.
+        memory_weight: share of memory in what is balanced.
+        recompute: whether units are recomputed where memory requires it, never, or all.
+        offload: whether units are offloaded where memory requires it, never, or all.
+        horizon: units ahead of their backward that come back.
+        active_microbatches: bound on microbatches in flight; None for the schedule's own.
+        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
+    """
+
+    limit_bytes: int = 0
+    memory_weight: float = 0.0
+    recompute: RecomputePolicy = "auto"
+    offload: OffloadPolicy = False
+    horizon: int = 1
+    active_microbatches: int | None = None
+    optimizer_factor: float = 2.0
+
+
 class _Sums(NamedTuple):
     """What counts of stages, or of ranks: states, what is kept, may be freed, may leave."""
 
@@ -187,22 +210,13 @@ class Objective:
         tables: sums over all intervals of the chain.
         seconds: compute and exposed transfers of every interval, without recomputation for memory.
         state_bytes: parameters, gradients and optimizer state of every interval.
-        memory_weight: share of memory in the cost, 0 to 1.
-        limit_bytes: memory of one rank; 0 means no limit.
-        recompute: whether units are recomputed where memory requires it, never, or all.
-        offload: whether units are offloaded where memory requires it, never, or all.
-        horizon: units ahead of their backward that come back.
         host: the way to where they are offloaded to; None where copies take no time.
     """
 
     tables: _Tables
     seconds: Floats
     state_bytes: Floats
-    memory_weight: float
-    limit_bytes: int
-    recompute: RecomputePolicy
-    offload: OffloadPolicy = False
-    horizon: int = 1
+    demands: Demands
     host: Link | None = None
     _cache: dict[tuple[int, float], Floats] = field(default_factory=dict, init=False, repr=False)
 
@@ -281,49 +295,47 @@ class Objective:
 
     def _relax(self, s: _Sums) -> tuple[Floats, Floats]:
         """Seconds of recomputation or offload that make it fit, and the bytes that are missing even then."""
-        again = self._recomputed(s)
-        if self.offload is False or not (self.limit_bytes or self.offload is True):
+        again, demands = self._recomputed(s), self.demands
+        is_whole = demands.offload is True
+        if demands.offload is False or not (demands.limit_bytes or is_whole):
             return again
         leaving, saved, work, window = s.leaving, s.saved, s.work, s.window
-        if self.recompute == "full":  # their inputs leave
+        if demands.recompute == "full":  # their inputs leave
             leaving, saved, work = leaving - s.freeable, saved - s.freeable, s.recomputed
             window = np.minimum(window, leaving)
-        several = 2 * self.horizon + 1
-        around = np.minimum(several * window, leaving)
-        limit = self.limit_bytes or np.inf
+        around = np.minimum((2 * demands.horizon + 1) * window, leaving)
+        limit = demands.limit_bytes or np.inf
         missing = s.state + saved + work - limit
-        to_free = np.full_like(s.state, np.inf) if self.offload is True else missing + around
-        moved = np.where(missing > 0, np.clip(to_free, 0.0, leaving), 0.0)
-        if self.offload is True:
-            moved = leaving
+        some = np.where(missing > 0, np.clip(missing + around, 0.0, leaving), 0.0)
+        moved = leaving if is_whole else some
         copies_s = np.zeros_like(s.state)
         if self.host is not None:
             copies_s = 2 * moved / s.flying / self.host.bandwidth_Bps
         occupancy = 0.0 if self.host is None else self.host.occupancy
         away_s = np.maximum(copies_s - s.compute_s, 0.0) + occupancy * copies_s
         left = np.maximum(np.where(moved > 0, missing + around - leaving, missing), 0.0)
-        if self.offload is True:
+        if is_whole:
             return away_s, left
         # Where neither is enough alone, inputs of recomputed units leave, too.
         both = np.maximum(s.state + saved - leaving + s.recomputed + around - limit, 0.0)
         better = (left < again[1]) | ((left == again[1]) & (away_s < again[0]))
         seconds, overflow = np.where(better, away_s, again[0]), np.where(better, left, again[1])
-        if self.recompute == "auto":
+        if demands.recompute == "auto":
             seconds = np.where((overflow > 0) & (both < overflow), s.again_s + away_s, seconds)
             overflow = np.minimum(overflow, both)
         return seconds, overflow
 
     def _recomputed(self, s: _Sums) -> tuple[Floats, Floats]:
         """Seconds of recomputation that make it fit, and the bytes that are missing even then."""
-        none = np.zeros_like(s.state)
-        if not self.limit_bytes:
+        none, limit = np.zeros_like(s.state), self.demands.limit_bytes
+        if not limit:
             return none, none
-        if self.recompute == "full":
-            return none, np.maximum(s.state + s.saved - s.freeable + s.recomputed - self.limit_bytes, 0.0)
-        missing = s.state + s.saved + s.work - self.limit_bytes
-        if self.recompute == "none":
+        if self.demands.recompute == "full":
+            return none, np.maximum(s.state + s.saved - s.freeable + s.recomputed - limit, 0.0)
+        missing = s.state + s.saved + s.work - limit
+        if self.demands.recompute == "none":
             return none, np.maximum(missing, 0.0)
-        to_free = s.state + s.saved + s.recomputed - self.limit_bytes
+        to_free = s.state + s.saved + s.recomputed - limit
         with np.errstate(divide="ignore", invalid="ignore"):
             fraction = np.where(s.freeable > 0, np.clip(to_free / s.freeable, 0.0, 1.0), 0.0)
         tight = missing > 0
@@ -332,29 +344,24 @@ class Objective:
         return np.where(tight, fraction * s.again_s, 0.0), np.where(tight, np.maximum(left, 0.0), 0.0)
 
     def _mix(self, seconds: Floats, held: Floats) -> Floats:
-        if self.memory_weight == 0:
+        weight, tables = self.demands.memory_weight, self.tables
+        if weight == 0:
             return seconds
-        tables = self.tables
         whole_s = max(float(tables.compute_s[0, -1]), 1e-12)
         whole_bytes = max(float(self.state_bytes[0, -1] + tables.saved_bytes[0, -1]), 1.0)
-        return (1 - self.memory_weight) * seconds / whole_s + self.memory_weight * held / whole_bytes
+        return (1 - weight) * seconds / whole_s + weight * held / whole_bytes
 
 
 def build_objective(
     tables: _Tables,
+    demands: Demands,
     *,
     link: Link | None = None,
     exposed: float = 1.0,
-    memory_weight: float = 0.0,
-    limit_bytes: int = 0,
-    recompute: RecomputePolicy = "auto",
-    offload: OffloadPolicy = False,
-    horizon: int = 1,
     host: Link | None = None,
-    optimizer_factor: float = 2.0,
 ) -> Objective:
     seconds = tables.compute_s
-    if recompute == "full":
+    if demands.recompute == "full":
         seconds = seconds + tables.recompute_s
     if link is not None and exposed > 0:
         for sent in (
@@ -369,11 +376,7 @@ def build_objective(
         seconds=seconds,
         state_bytes=tables.parameter_bytes
         + tables.gradient_bytes
-        + optimizer_factor * tables.optimized_bytes,
-        memory_weight=memory_weight,
-        limit_bytes=limit_bytes,
-        recompute=recompute,
-        offload=offload,
-        horizon=horizon,
+        + demands.optimizer_factor * tables.optimized_bytes,
+        demands=demands,
         host=host,
     )

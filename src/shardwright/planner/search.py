@@ -31,7 +31,7 @@ from shardwright.planner.draft import Draft, Option, make_draft
 from shardwright.planner.drafts import drafts_of, refine, seconds_without_pipeline
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.model_chain import build_chain
-from shardwright.planner.objective import OffloadPolicy, RecomputePolicy
+from shardwright.planner.objective import Demands, OffloadPolicy, RecomputePolicy
 from shardwright.planner.option_plan import plan_of
 from shardwright.planner.profiles import count_groups, statistics_reasons
 from shardwright.planner.reasons import (
@@ -44,7 +44,7 @@ from shardwright.planner.reasons import (
     tensor_reasons,
     title,
 )
-from shardwright.planner.workload import Demands, Workload
+from shardwright.planner.workload import Workload
 from shardwright.profile import Profile
 from shardwright.quantities import format_bytes
 from shardwright.schedule import place_stages

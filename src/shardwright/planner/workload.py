@@ -9,47 +9,18 @@ No rank starts before its first input has reached it, and its last gradient stil
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from shardwright.costs.chain import split
 from shardwright.planner.chain import Chain
 from shardwright.planner.cuts import improve
 from shardwright.planner.fabric import Fabric
-from shardwright.planner.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.keeping import choose_keeping
 from shardwright.planner.layout import Layout
-from shardwright.planner.objective import (
-    Objective,
-    OffloadPolicy,
-    RecomputePolicy,
-    build_objective,
-    build_tables,
-)
+from shardwright.planner.objective import Demands, Objective, build_objective, build_tables
 from shardwright.planner.rank_memory import in_flight
 from shardwright.schedule import Edge, Kind, build_schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demands:
-    """The demands on every option.
-
-    Attributes:
-        limit_bytes: memory of one rank; 0 means no limit.
-        memory_weight: share of memory in what is balanced.
-        recompute: whether units are recomputed where memory requires it, never, or all.
-        offload: whether units are offloaded where memory requires it, never, or all.
-        horizon: units ahead of their backward that come back.
-        active_microbatches: bound on microbatches in flight; None for the schedule's own.
-        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
-    """
-
-    limit_bytes: int = 0
-    memory_weight: float = 0.0
-    recompute: RecomputePolicy = "auto"
-    offload: OffloadPolicy = False
-    horizon: int = 1
-    active_microbatches: int | None = None
-    optimizer_factor: float = 2.0
 
 
 @lru_cache(maxsize=512)
@@ -78,18 +49,12 @@ class Workload:
 
     def keeping_less(self, layout: Layout, in_flight: Sequence[int]) -> Layout:
         """The layout with units that keep less, where memory requires it and the settings allow it."""
-        demands = self.demands
         return choose_keeping(
             layout,
+            self.demands,
             in_flight=in_flight,
-            limit_bytes=demands.limit_bytes,
-            policy=KeepingPolicy(
-                recompute=demands.recompute == "auto",
-                offload=demands.offload == "auto",
-                host=self.fabric.host,
-            ),
+            host=self.fabric.host,
             num_microbatches=self.num_microbatches,
-            optimizer_factor=demands.optimizer_factor,
             batch_bytes=self.batch_bytes,
         )
 
@@ -99,19 +64,15 @@ class Workload:
 
     def objective(self, exposed: float) -> Objective:
         if exposed not in self._objectives:
-            demands = self.demands
-            known = next(iter(self._objectives.values()), None)
+            demands, known = self.demands, next(iter(self._objectives.values()), None)
+            if demands.limit_bytes:
+                demands = replace(demands, limit_bytes=max(1, demands.limit_bytes - 2 * self.batch_bytes))
             self._objectives[exposed] = build_objective(
                 build_tables(self.chain) if known is None else known.tables,
+                demands,
                 link=self.fabric.neighbour_link,
                 exposed=exposed,
-                memory_weight=demands.memory_weight,
-                limit_bytes=max(1, demands.limit_bytes - 2 * self.batch_bytes) if demands.limit_bytes else 0,
-                recompute=demands.recompute,
-                offload=demands.offload,
-                horizon=demands.horizon,
                 host=self.fabric.host,
-                optimizer_factor=demands.optimizer_factor,
             )
         return self._objectives[exposed]
 
@@ -151,7 +112,7 @@ class Workload:
             return objective.rank_key(cuts, ranks=ranks, in_flight=flying, slowness=slowness)
 
         cuts = self._free_split(exposed, of_stages)
-        if objective.memory_weight or not objective.fits(cuts, ranks=ranks, in_flight=flying):
+        if self.demands.memory_weight or not objective.fits(cuts, ranks=ranks, in_flight=flying):
             limited = split(
                 num_atoms,
                 num_stages=num_stages,
@@ -165,7 +126,8 @@ class Workload:
         """The fastest split where memory is no limit, for stages that take so many times as long."""
         known = self._free_splits.get((exposed, slowness))
         if known is None:
-            free = replace(self.objective(exposed), limit_bytes=0, memory_weight=0.0)
+            objective = self.objective(exposed)
+            free = replace(objective, demands=replace(objective.demands, limit_bytes=0, memory_weight=0.0))
             known = split(
                 self.chain.num_atoms,
                 num_stages=len(slowness),

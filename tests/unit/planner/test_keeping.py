@@ -1,6 +1,7 @@
 """The choice between keeping, recomputing and offloading, for ranks that do not fit otherwise."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,15 +12,17 @@ from hypothesis import strategies as st
 from planner.test_layout import lay_out, recompute_profile
 from shardwright.cluster import Link
 from shardwright.costs.calibration import OFFLOADED_CALL_S
-from shardwright.planner.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.keeping import choose_keeping
 from shardwright.planner.layout import Layout
+from shardwright.planner.objective import Demands
 from shardwright.planner.rank_memory import rank_memory
 
 Way = tuple[bool, bool]  # recomputed, offloaded
 
 SLOW, FAST = (Link(latency_s=0.0, bandwidth_Bps=bandwidth) for bandwidth in (100.0, 1e6))
 BUSY = Link(latency_s=0.0, bandwidth_Bps=1e5, occupancy=1.0)
-OFFLOADS = KeepingPolicy(recompute=False, offload=True)
+OFFLOADS = Demands(recompute="none", offload="auto")
+BOTH = Demands(offload="auto")
 FLIGHTS = [4]
 
 
@@ -41,17 +44,13 @@ def peak(layout: Layout, flights: list[int], rank: int = 0) -> int:
     return rank_memory(layout, activation_bytes=both)[rank].peak_bytes
 
 
-def choose(layout: Layout, missing: int, policy: KeepingPolicy) -> list[Way]:
+def choose(layout: Layout, missing: int, demands: Demands, host: Link | None = None) -> list[Way]:
     """What is chosen where so many bytes are missing."""
     limit = peak(layout, FLIGHTS) - missing
-    chosen = choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=limit, policy=policy)
+    chosen = choose_keeping(layout, replace(demands, limit_bytes=limit), in_flight=FLIGHTS, host=host)
     assert peak(chosen, FLIGHTS) <= limit
     away = np.zeros_like(chosen.recompute) if chosen.offload is None else chosen.offload
     return list(zip(chosen.recompute.tolist(), away.tolist(), strict=True))
-
-
-def both(host: Link) -> KeepingPolicy:
-    return KeepingPolicy(recompute=True, offload=True, host=host)
 
 
 MIDDLE = [(1.0, 1000)] * 6
@@ -60,15 +59,15 @@ MIDDLE = [(1.0, 1000)] * 6
 def test_copies_that_take_a_core_hide_nothing() -> None:
     """A byte takes 20 us of a core, there and back, and a unit of 1000 bytes 10 ms to repeat."""
     cheap = blocks(*[(1e-2, 1000)] * 6)
-    assert not any(away for _, away in choose(cheap, 4000, both(BUSY)))
-    assert any(away for _, away in choose(cheap, 4000, both(FAST)))
+    assert not any(away for _, away in choose(cheap, 4000, BOTH, BUSY))
+    assert any(away for _, away in choose(cheap, 4000, BOTH, FAST))
 
 
 def test_dear_units_leave_and_cheap_ones_are_recomputed() -> None:
     """The tier takes what hides behind computing, which is not enough: cheap units do the rest."""
     rows = [(9.0, 1000), (0.01, 1000), (9.0, 1000), (0.01, 1000), (9.0, 1000), (0.01, 1000)]
     layout = blocks(*rows)
-    ways = choose(layout, 12_000, both(Link(latency_s=0.0, bandwidth_Bps=150.0)))
+    ways = choose(layout, 12_000, BOTH, Link(latency_s=0.0, bandwidth_Bps=150.0))
     for (again, away), (forward_s, _) in zip(ways[1:-1], rows, strict=True):
         assert not (again and forward_s > 1)
         assert again or not away or forward_s > 1  # inputs of what is recomputed may leave, too
@@ -78,10 +77,10 @@ def test_dear_units_leave_and_cheap_ones_are_recomputed() -> None:
 
 def test_what_is_not_allowed_is_not_chosen() -> None:
     layout = blocks(*MIDDLE)
-    assert not any(away for _, away in choose(layout, 4000, KeepingPolicy()))
+    assert not any(away for _, away in choose(layout, 4000, Demands()))
     assert not any(again for again, _ in choose(layout, 4000, OFFLOADS))
-    nothing = KeepingPolicy(recompute=False)
-    assert choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=1, policy=nothing) is layout
+    nothing = Demands(recompute="none", limit_bytes=1)
+    assert choose_keeping(layout, nothing, in_flight=FLIGHTS) is layout
 
 
 @given(
@@ -106,10 +105,9 @@ def test_a_choice_fits_where_one_does(
         for way in ways
     }
     limit = round(max(peaks) - missing * (max(peaks) - min(peaks)))
-    policy = KeepingPolicy(
-        recompute=may[0], offload=may[1], host=Link(latency_s=0.0, bandwidth_Bps=bandwidth)
-    )
-    chosen = choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=limit, policy=policy)
+    demands = Demands(recompute="auto" if may[0] else "none", offload="auto", limit_bytes=limit)
+    host = Link(latency_s=0.0, bandwidth_Bps=bandwidth)
+    chosen = choose_keeping(layout, demands, in_flight=FLIGHTS, host=host)
     assert peak(chosen, FLIGHTS) <= limit
 
 
@@ -127,7 +125,6 @@ def test_a_rank_hands_over_what_leaves() -> None:
 
 @pytest.mark.parametrize("horizon", [1, 2])
 def test_stages_have_a_few_units_at_once(horizon: int) -> None:
-    from dataclasses import replace
 
     layout = replace(blocks(*MIDDLE), horizon=horizon).with_offload(range(1, 7))
     (cost,) = layout.stage_costs()

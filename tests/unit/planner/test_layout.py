@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.keeping import choose_keeping
 from shardwright.planner.layout import Layout
 from shardwright.planner.model_chain import build_chain
+from shardwright.planner.objective import Demands
 from shardwright.planner.rank_memory import (
     Above,
     messages,
@@ -20,8 +21,6 @@ from shardwright.planner.rank_memory import (
 )
 from shardwright.profile import Profile, UnitCost
 from shardwright.schedule import Action, Edge, Kind, Schedule
-
-REPEATS = KeepingPolicy()
 
 
 def lay_out(
@@ -69,7 +68,7 @@ def test_what_another_rank_has_sent_stays_though_nothing_keeps_it() -> None:
         assert [cost.saved_bytes for cost in layout.stage_costs()] == [200 + 40 + 8, 200 + received]
     layout = lay_out(graph, (0, 2, 4), (0, 1), profile)
     kept = [cost.saved_bytes for cost in layout.stage_costs()]
-    tight = choose_keeping(layout, in_flight=(1, 1), limit_bytes=max(kept), policy=REPEATS)
+    tight = choose_keeping(layout, Demands(limit_bytes=max(kept)), in_flight=(1, 1))
     assert tight.recompute.any()
 
 
@@ -172,7 +171,7 @@ def test_recomputation_is_enough_and_nothing_of_it_is_idle(
     num_calls = len(rows) + 2
     cuts = (0, min(cut, num_calls - 1), num_calls)
     layout = lay_out(chain_graph(len(rows), classes=classes), cuts, (0, 1), recompute_profile(rows))
-    chosen = choose_keeping(layout, in_flight=flights, limit_bytes=limit, policy=REPEATS)
+    chosen = choose_keeping(layout, Demands(limit_bytes=limit), in_flight=flights)
     for rank in range(2):
         calls = list(layout.calls(rank))
         picked = [call for call in calls if chosen.recompute[call]]

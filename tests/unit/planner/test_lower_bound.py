@@ -28,7 +28,8 @@ from shardwright.planner import build_chain, make_plan, microbatch_counts
 from shardwright.planner.degrees import plan_survivors
 from shardwright.planner.draft import Draft, make_draft
 from shardwright.planner.fabric import Fabric
-from shardwright.planner.workload import Demands, Workload
+from shardwright.planner.objective import Demands
+from shardwright.planner.workload import Workload
 from shardwright.profile import Profile
 from shardwright.schedule import KINDS, place_stages
 

@@ -15,7 +15,7 @@ from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.planner.cuts import manual_stages
 from shardwright.planner.model_chain import build_chain
-from shardwright.planner.objective import Floats, build_objective, build_tables
+from shardwright.planner.objective import Demands, Floats, build_objective, build_tables
 
 
 def all_cuts(num_atoms: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -65,7 +65,7 @@ def test_memory_limits_hold(costs: list[float], num_stages: int, limit: int, fli
     graph = chain_graph(len(costs), classes=list(classes), output_bytes=0)
     profile = profile_of({**classes, "embed": (0.1, 0.2), "head": (0.1, 0.2)}, work_bytes=64)
     objective = build_objective(
-        build_tables(build_chain(graph, profile)), limit_bytes=limit, recompute="none"
+        build_tables(build_chain(graph, profile)), Demands(limit_bytes=limit, recompute="none")
     )
     tables = [objective.cost(flights[stage]) for stage in range(num_stages)]
     num_atoms = len(costs) + 2
@@ -87,8 +87,8 @@ def test_a_thousand_atoms_on_64_stages_look_at_each_table_a_few_times() -> None:
     """One reduction over it for each stage; seconds are in ``benchmarks/planning.py``."""
     objective = build_objective(
         build_tables(build_chain(chain_graph(998, tied=True), profile_of())),
+        Demands(limit_bytes=10**9),
         link=Link(latency_s=1e-5, bandwidth_Bps=1e9),
-        limit_bytes=10**9,
     )
     cost = objective.cost(1)
     looks = collections.Counter[int]()

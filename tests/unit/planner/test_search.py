@@ -24,7 +24,8 @@ from shardwright.planner import (
 )
 from shardwright.planner.draft import make_draft
 from shardwright.planner.fabric import Fabric
-from shardwright.planner.workload import Demands, Workload
+from shardwright.planner.objective import Demands
+from shardwright.planner.workload import Workload
 from shardwright.schedule import Schedule, Simulation, simulate
 
 BLOCKS = 6
