@@ -27,7 +27,7 @@ def prepared(**settings: Any) -> Any:
     ("change", "message"),
     [
         ({"blocks": 3}, r"only in the checkpoint: net\.blocks\.3\.down\.bias"),
-        ({"optimizer": "one group"}, "2 parameter groups, and here it has 1"),
+        ({"optimizer": "one group"}, "2 parameter groups, and here it has 1.*take the weights alone"),
         ({"state": {}}, r"has the states \['data', 'scheduler'\], and this run has \[\]"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",

@@ -31,6 +31,8 @@ from shardwright.torch.tensor_parallel.divide import divided_alike, in_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 from shardwright.torch.tensor_parallel.spec import Spec
 
+WEIGHTS_ALONE = "take the weights alone: shardwright ckpt export, and ckpt import for a new run."
+
 _MOST_NAMES = 5
 
 
@@ -230,5 +232,5 @@ def refuse_another_kind(
         raise CheckpointError(
             f"{path} has an optimizer with {', '.join(sorted(theirs))}, and this one "
             f"({type(optimizer).__name__}) has {', '.join(sorted(own))} instead. Make the optimizer as it "
-            "was; or take the weights alone: shardwright ckpt export, and ckpt import for a new run."
+            f"was; or {WEIGHTS_ALONE}"
         )

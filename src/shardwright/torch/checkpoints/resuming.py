@@ -18,6 +18,7 @@ from shardwright.planner import overruled_settings
 from shardwright.run.launch_settings import following
 from shardwright.torch.checkpoints.encoded import StateObjects, decode
 from shardwright.torch.checkpoints.own_loading import (
+    WEIGHTS_ALONE,
     check_fits,
     load_model,
     load_optimizer_state,
@@ -171,7 +172,8 @@ class Resumed:
             if len(saved.groups) != len(optimizer.param_groups):
                 raise CheckpointError(
                     f"{self._saved.path} has an optimizer with {len(saved.groups)} parameter groups, and "
-                    f"here it has {len(optimizer.param_groups)}. Make the groups as they were."
+                    f"here it has {len(optimizer.param_groups)}. Make the groups as they were; or "
+                    f"{WEIGHTS_ALONE}"
                 )
             for options, group in zip(saved.groups, optimizer.param_groups, strict=True):
                 refuse_another_kind(self._saved.path, options, group, optimizer.optimizer)
@@ -246,7 +248,8 @@ class Resumed:
             if not fitting:
                 raise CheckpointError(
                     f"{self._saved.path} has no parameter group with the parameters of group {number} of the "
-                    f"optimizer here ({', '.join(sorted(own)[:3])}, ...). Make the groups as they were."
+                    f"optimizer here ({', '.join(sorted(own)[:3])}, ...). Make the groups as they were; or "
+                    f"{WEIGHTS_ALONE}"
                 )
             places.append(number if number in fitting else fitting[0])
             left.remove(places[-1])
