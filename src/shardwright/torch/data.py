@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import numpy
@@ -298,9 +299,9 @@ def _check(dataset: Any, batch_size: int, *, replicas: int, drop_last: bool, opt
 
 
 def _check_batch(batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
-    if batch_size < 1 or batch_size % replicas:
+    if not isinstance(batch_size, Integral) or batch_size < 1 or batch_size % replicas:
         raise UsageError(
-            f"a global batch of {batch_size} samples cannot be divided by {replicas} replicas. Use a "
+            f"a global batch of {batch_size!r} samples cannot be divided by {replicas} replicas. Use a "
             f"multiple of {replicas}."
         )
     for name in ("batch_size", "sampler", "batch_sampler", "generator", "worker_init_fn", "in_order"):

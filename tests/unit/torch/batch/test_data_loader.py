@@ -112,7 +112,7 @@ def test_a_last_batch_may_be_smaller() -> None:
 
 def test_the_only_batch_may_be_smaller() -> None:
     """An evaluation of a data set smaller than a batch was refused; a stream of as many samples was not."""
-    loader = sw.data_loader(Noisy(), 64, drop_last=False, shuffle=False)
+    loader = sw.data_loader(Noisy(), np.int64(64), drop_last=False, shuffle=False)  # type: ignore[arg-type]
     for _ in range(2):
         assert [len(batch) for batch in loader] == [12]
     assert len(loader) == 1
@@ -123,6 +123,8 @@ def test_the_only_batch_may_be_smaller() -> None:
     [
         (lambda: sw.data_loader(Noisy(), 13), "12 samples, fewer than a global batch of 13"),
         (lambda: sw.data_loader([], 4, drop_last=False), "0 samples, fewer than there are replicas, 1"),
+        (lambda: sw.data_loader(Noisy(), "4"), "a global batch of '4' samples"),
+        (lambda: sw.data_loader(Noisy(), 4.0), "a global batch of 4.0 samples"),
         (lambda: sw.data_loader(Noisy(), 0), "a global batch of 0 samples"),
         (lambda: sw.data_loader(Noisy(), 4, sampler=None), "decides about sampler itself"),
         (lambda: sw.data_loader(7, 4), "takes a data set with a length and numbered samples, or a stream"),
