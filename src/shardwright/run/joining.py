@@ -95,8 +95,6 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
     _check_backend(config.ddp_dist_backend, device)
     if not dist.is_initialized() and environment.world_size > 1:
         backend = config.ddp_dist_backend
-        if backend == "auto":
-            backend = "nccl" if device.type == "cuda" else "gloo"
         init_process_group(environment, backend=backend, timeout_s=config.timeout_s, device=device)
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1

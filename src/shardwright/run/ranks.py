@@ -116,8 +116,7 @@ def get_dp_process_group() -> dist.ProcessGroup | None:
     """
     current = context()
     if current.mesh.world_size == 1 and not dist.is_initialized():
-        timeout_s = current.config.timeout_s
-        backend = "nccl" if current.device.type == "cuda" else "gloo"
+        backend, timeout_s = current.config.ddp_dist_backend, current.config.timeout_s
         init_process_group(detect(os.environ), backend=backend, timeout_s=timeout_s, device=current.device)
     return current.group_of_replicas() or dist.group.WORLD
 

@@ -190,7 +190,7 @@ def init_process_group(
     timeout_s: float,
     device: torch.device | None = None,
 ) -> Store:
-    """Joins all ranks in torch.distributed's default process group.
+    """Joins all ranks in torch.distributed's default process group; "auto" is NCCL on GPUs, gloo elsewhere.
 
     Under torchrun the ranks meet at the store that it serves, otherwise at one that rank 0 serves. All keys
     get a prefix that is new after each restart: without it ranks that torchrun restarts after a failure read
@@ -210,6 +210,9 @@ def init_process_group(
     generation = agree_on_generation(for_generation, environment, timeout_s=timeout_s)
     prefix = f"generation/{generation}/{next(_NUMBER_OF_GROUP)}"
     begun_s = time.monotonic()
+    on_gpus = device is not None and device.type != "cpu"
+    if backend == "auto":
+        backend = "nccl" if on_gpus else "gloo"
     try:
         session = begin_session(
             PrefixStore(f"{prefix}/session", store),
@@ -225,7 +228,7 @@ def init_process_group(
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if device is not None and device.type != "cpu" else None,
+            device_id=device if on_gpus else None,
         )
     except LaunchError:
         raise
