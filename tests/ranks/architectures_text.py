@@ -1,9 +1,11 @@
 """Language models: decoders, mixtures of experts, recurrent ones, encoders."""
 
+from types import MethodType
 from typing import Any
 
 import torch
 from architecture import TEXT, Architecture, decoder, encoder, masked_text, mixture, text
+from torch import nn
 
 __all__ = ["TEXT_ARCHITECTURES"]
 
@@ -11,6 +13,16 @@ __all__ = ["TEXT_ARCHITECTURES"]
 def without(name: str) -> dict[str, Any]:
     """The usual settings but for one."""
     return {key: value for key, value in TEXT.items() if key != name}
+
+
+class Reformer(Architecture):
+    """Its layers seed the generator anew, which a module keeps to itself."""
+
+    def build(self) -> nn.Module:
+        model: Any = super().build()
+        encoder = model.reformer.encoder
+        encoder.forward = MethodType(torch.random.fork_rng([])(type(encoder).forward), encoder)
+        return model
 
 
 TEXT_ARCHITECTURES: dict[str, Architecture] = {
@@ -168,14 +180,17 @@ TEXT_ARCHITECTURES: dict[str, Architecture] = {
     "RoFormer": encoder("RoFormerForMaskedLM", embedding_size=32),
     "RemBERT": encoder("RemBertForMaskedLM", input_embedding_size=16, output_embedding_size=16),
     "ESM": encoder("EsmForMaskedLM", mask_token_id=3),
-    "Reformer": decoder(
+    "Reformer": Reformer(
         "ReformerModelWithLMHead",
-        is_decoder=True,
-        attention_head_size=8,
-        feed_forward_size=48,
-        attn_layers=["local", "local", "local", "local"],
-        axial_pos_embds=False,
-        local_attn_chunk_length=4,
-        pad_token_id=0,
+        text,
+        TEXT
+        | {
+            "is_decoder": True,
+            "attention_head_size": 8,
+            "feed_forward_size": 48,
+            "attn_layers": ["local", "local", "local", "local"],
+            "axial_pos_embds": False,
+            "local_attn_chunk_length": 4,
+        },
     ),
 }

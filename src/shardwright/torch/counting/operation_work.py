@@ -16,7 +16,8 @@ one, and only the rank that draws from it advances it: later draws must be on th
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from shardwright.model_graph import Node, Together, Work
 from shardwright.torch._private.tensors import generator_key
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.functions import tensors_in
-from shardwright.torch.randomness import Draw, get_state, is_default
+from shardwright.torch.randomness import Draw, get_state, is_default, set_state
 
 aten = torch.ops.aten
 
@@ -145,6 +146,15 @@ class TracedDraws:
         """Sets all generators that were given to operations back to their start."""
         for generator, state in (*self._own.values(), *self._others.values()):
             generator.set_state(state)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around what one rank alone runs, as all must see who sets generators."""
+        state = get_state(self._device)
+        try:
+            yield
+        finally:
+            set_state(state, self._device)
 
     def has(self, draw: Draw) -> bool:
         """Whether a draw that is about to run is in the row."""

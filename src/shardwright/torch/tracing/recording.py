@@ -210,7 +210,7 @@ class Recording:
             before = num_hooks_registered()
             self.is_counting = True
             try:
-                with self.values.fake_mode:
+                with self.draws.apart(), self.values.fake_mode:
                     known[key] = working_memory(
                         call.func,
                         call.fakes,

@@ -12,6 +12,7 @@ from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.tracing.working_memory import WorkingMemory
 
 WIDTH = 4
 
@@ -88,3 +89,19 @@ def test_who_goes_on_with_a_generator_is_where_it_was_left():
 def test_code_between_units_cannot_go_on_with_it():
     with pytest.raises(TraceError, match=r"made in the step function, and from which a module has drawn"):
         traced(drawn_from_last)
+
+
+class Seeds(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.seed()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("memory", [None, {}])
+def test_a_rank_that_counts_memory_sees_the_seeds_that_others_see(memory: dict[str, WorkingMemory] | None):
+    """Counting set the generator before, and so Reformer's first rank went on where the second refused."""
+    layer = Seeds(WIDTH, WIDTH)
+    unit_map = UnitMap.of(nn.ModuleList([layer]), ["0"])
+    intercept_calls(layer)
+    trace = trace_step(unit_map, lambda x: layer(x).sum(), ((torch.zeros(2, WIDTH),), {}), memory=memory)
+    assert "test_generators_of_a_step.py" in trace.random.set_at
