@@ -56,6 +56,7 @@ NOT_RUN = {
     "python -m pip": "needs the network",
     "make": "installs what it needs; `make demo` is examples/demo.py",
     "python -m pytest": "sweeps of other tests",
+    "shardwright ckpt import fsdp2": "into a run without checkpoints: tests/unit/cli/test_ckpt_dcp.py",
     "shardwright probe -n": "times a machine for half a minute: tests/e2e/test_planning_here.py",
     "export SHARDWRIGHT_PRICES": "names what that has written",
     "shardwright run -n 2 --set trackers=wandb": "tests/unit/observe has the trackers",

@@ -220,7 +220,8 @@ class _Comparison:
                     counts.append(form.counts[0]() if form.counts else float(_samples(part)))
                     # Where some layer has float32, what a loss is multiplied by rounds it.
                     first = counts[0] / _samples(parts[0])
-                    weights.append(counts[-1] / (_samples(batch) * sw.rdp_size()) / first)
+                    share = counts[-1] / (_samples(batch) * sw.rdp_size()) / first
+                    weights.append(1.0 if form.reduction is Reduction.SUM else share)
                     (loss * weights[-1]).backward()
                 losses[-1].append(loss.detach())
             buffers.append(_buffers(self._plain))
@@ -228,7 +229,7 @@ class _Comparison:
         self._buffers_of_replica = buffers
         _load_buffers(self._plain, buffers[sw.rdp_rank()])
         for parameter, before in earlier.items():
-            if parameter.grad is not None and weights:
+            if parameter.grad is not None and weights and self._reduction is not Reduction.SUM:
                 parameter.grad /= sum(weights)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before + parameter.grad
