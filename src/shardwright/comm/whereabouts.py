@@ -54,6 +54,8 @@ _SOON = 0.8
 _SHORTEST_S = 3.0
 _TIMES_USUAL = 3
 """So many times as long as usual a rank may be still: where steps are short, seconds tell enough."""
+_TICK_S = 0.5
+"""Until the next note of a rank that waits; one that computes has less time for it."""
 _NOTE_EVERY_S = 1.0
 _LOOK_S_PER_RANK = 1 / 32
 """That long for each rank which one waits for: the store has to answer the looks of all."""
@@ -99,7 +101,7 @@ class Stalls:
         still = {r: n for r, n in fresh.items() if not n.waits and n.still_s >= patience_s / 2}
         if still and mine.still_s >= _SOON * patience_s:
             self._name(still, mine, fresh)
-        proven = not still and mine.still_s >= patience_s - _NOTE_EVERY_S  # by when it is confirmed
+        proven = not still and mine.still_s >= patience_s - _TICK_S  # by when it is confirmed
         return self._confirmed(_proof(self.rank, mine, fresh) if proven else "")
 
     def _goes_on(self, rank: int, note: Note) -> bool:
@@ -140,7 +142,7 @@ def pause_s(rank: int, note: Note) -> float:
     """
     needed = needed_by(note) if note.waits else ()
     number = min(len(needed), _MOST_RANKS) if rank in needed[:_MOST_RANKS] else len(needed)
-    return max(_NOTE_EVERY_S, _LOOK_S_PER_RANK * number)
+    return max(_TICK_S if note.waits else _NOTE_EVERY_S, _LOOK_S_PER_RANK * number)
 
 
 def _proof(rank: int, mine: Note, fresh: Mapping[int, Note]) -> str:
@@ -177,7 +179,6 @@ def _has_been_there(mine: Note, other: Note) -> bool:
     return dict(mine.counts).get(other.place.ranks, 0) >= other.place.number
 
 
-_TICK_S = 0.5
 _STUCK_S = 1.5
 _TELLS_STACK_S = 2.0
 _LAST_NOTE_S = 2.0

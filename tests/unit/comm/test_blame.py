@@ -219,7 +219,7 @@ def test_who_names_a_late_rank_looks_as_often_however_many_wait():
         place = replace(STEP, ranks=tuple(range(number)))
         return [pause_s(rank, note(place=place)) for rank in (0, min(63, number - 1), number - 1)]
 
-    assert [pauses(number) for number in (2, 32, 64)] == [[1, 1, 1], [1, 1, 1], [2, 2, 2]]
+    assert [pauses(number) for number in (2, 32, 64)] == [[0.5, 0.5, 0.5], [1, 1, 1], [2, 2, 2]]
     assert [pauses(number) for number in (256, 1024)] == [[2, 2, 8], [2, 2, 32]]
     assert pauses(1024, sleeping) == [1, 1, 1]
 
