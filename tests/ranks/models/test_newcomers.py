@@ -489,3 +489,19 @@ def test_what_is_no_optimizer(make, words):
     """It was refused for its option lr."""
     with pytest.raises(RuntimeError, match=f"wraps a torch.optim.Optimizer, {words}. Pass for example"):
         sw.DistributedOptimizer(make(nn.Linear(1, 1).parameters()), lr=0.1)
+
+
+def test_a_state_inside_a_step_function():
+    """Stages came to it in other microbatches, and waited for each other until `timeout_s`."""
+
+    def job():
+        script = Script(settings={"pipeline_parallel_degree": 2, "microbatches": 2})
+
+        @script.sw.step
+        def train(model, x):
+            model.backward(model(x).square().mean())
+            return model.state_dict()
+
+        train(script.model, script.x)
+
+    assert "model.state_dict() is called inside a step function" in fails(job)

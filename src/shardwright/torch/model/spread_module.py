@@ -14,6 +14,7 @@ from shardwright.run.context import Context, context
 from shardwright.run.joint_calls import call_together, first_cause_named, meet, ranks_with_the_model
 from shardwright.torch.counting.compiled_modules import without_compilers
 from shardwright.torch.interception.compiled_code import refuse_wrappers
+from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.parameters.delayed_initialization import refuse_half_built
 from shardwright.torch.parameters.gathering import gather_state, gathered_values, rank_that_runs
 from shardwright.torch.parameters.materialise import Materialiser
@@ -25,6 +26,8 @@ from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.modules import ModelTree, user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.tensor_parallel.divided_tensor import whole
+
+_REMEDY = "Call it in the training loop, where ranks come to it together."
 
 
 def accepted(module: nn.Module, current: Context) -> nn.Module:
@@ -174,6 +177,7 @@ class SpreadModule(nn.Module):
         current = context()
         if self._residency is None or current.groups.pipeline is None:
             return nullcontext()
+        refuse_inside_step("model.gathered() is called", _REMEDY)
         meet("model.gathered()", ranks_with_the_model())
         return gathered_values(self.get_module(), self._residency, current, parts)
 
@@ -230,6 +234,7 @@ class ModelState:
     def whole(self, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool) -> dict[str, Any]:
         """The state under the names of the user's module; collective over the replica."""
         if self._residency is not None or self._replicas.sharding is not None:
+            refuse_inside_step("model.state_dict() is called", _REMEDY)
             meet("model.state_dict()", ranks_with_the_model())
         with self._replicas.all_rows():
             if self._residency is None or context().groups.pipeline is None:
