@@ -143,8 +143,8 @@ def segmentation(name: str) -> LibraryModel:
     return LibraryModel("segmentation_models_pytorch", name, settings, pictures, segment)
 
 
-def monai(name: str, **settings: Any) -> LibraryModel:
-    volumes = partial(pictures, size=16, channels=1, dims=3)
+def monai(name: str, *, size: int = 16, **settings: Any) -> LibraryModel:
+    volumes = partial(pictures, size=size, channels=1, dims=3)
     return LibraryModel("monai.networks.nets", name, settings, volumes, segment)
 
 
@@ -207,7 +207,7 @@ SEGMENTATION = "Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3Plus UPerNet
 IN_OUT = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
 MONAI: dict[str, dict[str, Any]] = {
     "UNet": {**IN_OUT, "channels": (8, 16, 32, 64), "strides": (2, 2, 2), "num_res_units": 2},
-    "BasicUNet": {**IN_OUT, "features": (8, 8, 16, 32, 64, 8)},
+    "BasicUNet": {**IN_OUT, "features": (8, 8, 16, 32, 64, 8), "size": 32},
     "AttentionUnet": {**IN_OUT, "channels": (8, 16, 32), "strides": (2, 2)},
     "SegResNet": {**IN_OUT, "init_filters": 8},
     "HighResNet": IN_OUT,
