@@ -66,9 +66,13 @@ def form_of_loss(
     is_constant: Callable[[Tensor], bool] = lambda tensor: False,
     is_fixed: Callable[[Tensor], bool] = lambda tensor: False,
     is_count: Callable[[Tensor], bool] = lambda tensor: False,
+    products: dict[Any, list[bool]] | None = None,
 ) -> LossForm:
-    """Reads from autograd's graph how a loss is reduced."""
-    walk = LossWalk(loss, samples, is_constant, is_fixed, is_count)
+    """Reads from autograd's graph how a loss is reduced.
+
+    `products` keeps, for other losses of the same function, which operands of products are weights.
+    """
+    walk = LossWalk(loss, samples, is_constant, is_fixed, is_count, {} if products is None else products)
     try:
         found = walk.flow(loss.grad_fn, 0) if loss.grad_fn is not None else Rows.FIXED
     except Neither as answer:

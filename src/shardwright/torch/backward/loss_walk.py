@@ -64,6 +64,7 @@ class LossWalk:
         is_constant: Callable[[Tensor], bool],
         is_fixed: Callable[[Tensor], bool],
         is_count: Callable[[Tensor], bool],
+        products: dict[Any, list[bool]],
     ):
         self._loss = loss
         self._samples = max(samples, 1)
@@ -72,6 +73,7 @@ class LossWalk:
         self._is_count = is_count
         self._known: dict[Any, Flow] = {}
         self._weights: dict[Any, bool] = {}
+        self._products = products
         self.unknown = ""
         self.guesses = False
         self.divides_by_count = False
@@ -335,7 +337,10 @@ class LossWalk:
         rows = [size for size in shape[-2:] if size % self._samples == 0]
         if self._samples == 1 or len(rows) == 1 or prod(shape[:-2]) % self._samples == 0 < len(shape) - 2:
             return Rows.ROWS  # as of a layer
-        weights = [self._is_weight(child) for child in inputs[-2:]]
+        # That an operand is no weight shows deep in the model: looked for once, not in each microbatch.
+        key = depth, name, *(child and name_of_node(child) for child in inputs[-2:])
+        if (weights := self._products.get(key)) is None:
+            weights = self._products[key] = [self._is_weight(child) for child in inputs[-2:]]
         if any(weights):  # a layer, or a product of weights
             return Rows.FIXED if len(weights) > 1 and all(weights) else Rows.ROWS
         left, right = self._operands(node, name, inputs, depth)

@@ -256,6 +256,7 @@ class LossWeights:
             is_constant=is_constant,
             is_fixed=is_fixed,
             is_count=is_count,
+            products=getattr(self._function, "products", None),
         )
         return form if self.data is None else replace(form, of_data=self.data.found or form.of_data)
 

@@ -51,6 +51,7 @@ class ReadingStep:
         weighs_labels: its loss is a mean over labels; None as long as nobody knows.
         divides_by_counts: its loss is divided by what it has counted in its own samples.
         clamps_counts: one of those is kept above a number.
+        products: which operands of the products behind its loss are weights, by `LossWalk`.
         has_forward: the forward of the model itself counts as its code: it reads values behind its modules.
     """
 
@@ -61,6 +62,7 @@ class ReadingStep:
         self.may_read = _is_found(_loads_reader, function)
         self.weighs_labels: bool | None = None
         self.divides_by_counts = self.clamps_counts = False
+        self.products: dict[Any, list[bool]] = {}
         self.has_forward = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from shardwright.torch.backward.loss_reduction import form_of_loss
 from shardwright.torch.backward.loss_terms import Reduction
+from shardwright.torch.backward.loss_walk import LossWalk
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 SIZES = 5, 4, 3
@@ -267,3 +268,17 @@ def test_a_mean_times_the_number_of_its_samples_is_pointed_out() -> None:
 def test_labels_that_are_probabilities_are_no_crash() -> None:
     z = _batch()[0]
     assert _form(F.cross_entropy(z[:, 0], z.detach()[:, 1].softmax(-1)), sum(SIZES)).reduction is not None
+
+
+def test_operands_of_products_are_looked_for_in_the_first_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a way through the whole model, which each microbatch went."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    products: dict[Any, list[bool]] = {}
+
+    def reduction() -> Reduction:
+        return form_of_loss(layers(torch.ones(2, 4)).square().mean(), samples=2, products=products).reduction
+
+    assert reduction() is Reduction.MEAN
+    assert list(products.values()) == [[False, True]]
+    monkeypatch.setattr(LossWalk, "_is_weight", None)
+    assert reduction() is Reduction.MEAN
