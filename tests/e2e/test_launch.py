@@ -161,7 +161,7 @@ TRAINS_ON = """
     sw.init({"profile": "estimated", "microbatches": 2})
     torch.manual_seed(0)
     model = sw.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-    checkpoints = sw.Checkpoints(every=2)
+    checkpoints = sw.Checkpoints(every=2, asynchronous=False)
 
     @sw.step
     def train(model, x):
